@@ -1,0 +1,7 @@
+"""`python -m predmask` is `predmask`."""
+
+import sys
+
+from predmask.cli import main
+
+sys.exit(main())

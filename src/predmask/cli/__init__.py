@@ -1,0 +1,96 @@
+"""The command line: one file a verb, each with `add_parser(subparsers)` and `run(args) -> int`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+# To add a verb, write its file and add its name here. Verbs import what is slow to import only when they run.
+VERBS = ("train", "eval", "list", "config")
+
+_EXTRAS = {
+    "matplotlib": "figures",
+    "numpy": "train",
+    "reasoning_gym": "reasoning-gym",
+    "safetensors": "train",
+    "tensorboard": "tensorboard",
+    "tomlkit": "train",
+    "tqdm": "train",
+    "transformers": "train",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code: 2 for a user's mistake, 130 when interrupted."""
+    try:
+        return _run(argv)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader left, as `| head` does; the interpreter must not try to flush again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except ImportError as error:
+        package = _missing_package(error)
+        if package is None:
+            raise
+        return _fail(f"the package {package} is missing: pip install 'predmask[{_EXTRAS[package]}]'")
+    except _user_mistakes() as error:
+        return _fail(str(error))
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    if hasattr(args, "rest"):  # the verb takes a configuration (see cli/options.py)
+        args.rest = rest
+    elif rest:
+        parser.error(f"unknown arguments: {' '.join(rest)}")
+    try:
+        return args.run(args)
+    finally:
+        sys.stdout.flush()
+
+
+def _parser() -> argparse.ArgumentParser:
+    from predmask import __version__
+
+    parser = argparse.ArgumentParser(
+        prog="predmask",
+        description="Train language models by reinforcement learning with trust-region masks.",
+        epilog="`predmask VERB --help` explains a verb.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"predmask {__version__}")
+    subparsers = parser.add_subparsers(metavar="VERB", required=True)
+    for verb in VERBS:
+        module = importlib.import_module(f"predmask.cli.{verb}")
+        verb_parser = module.add_parser(subparsers)
+        verb_parser.allow_abbrev = False
+        verb_parser.set_defaults(run=module.run)
+    return parser
+
+
+def _missing_package(error: ImportError) -> str | None:
+    """The optional package that is not installed, also where another error was raised from that."""
+    for link in (error, error.__cause__):
+        if isinstance(link, ModuleNotFoundError) and link.name and (package := link.name.partition(".")[0]) in _EXTRAS:
+            return package
+    return None
+
+
+def _user_mistakes() -> tuple[type[Exception], ...]:
+    """The errors whose text is meant for the user; anything else is a fault of this program."""
+    from predmask.rollout import RolloutError
+    from predmask.tasks.verifier import VerifierError
+    from predmask.train.config import ConfigError
+
+    return ConfigError, RolloutError, VerifierError, FileNotFoundError
+
+
+def _fail(message: str) -> int:
+    print(f"predmask: error: {message}", file=sys.stderr)
+    return 2

@@ -1,0 +1,147 @@
+"""How a run looks on a terminal, and in a log file."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from predmask.train.directory import task_name
+from predmask.train.evaluate import Accuracy
+from predmask.train.run import Display, Summary
+from predmask.train.trainer import StepResult, Trainer, mask_can_fire
+
+
+class Console(Display):
+    """One line a step, with a progress bar under it where the output is a terminal."""
+
+    def __init__(self) -> None:
+        self._bar: tqdm[None] | None = None
+
+    def started(self, trainer: Trainer, directory: Path) -> None:
+        """Say what is about to be trained, and warn of what cannot work."""
+        config = trainer.config
+        parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
+        print(f"task     {task_name(config)}: {len(trainer.heldout)} held-out problems")
+        print(f"model    {config.model}, {_count(parameters)} parameters, on {_device(trainer.device)}")
+        print(f"engine   {config.engine.name}{_numerics(config.engine)}")
+        print(f"rule     {config.rule.name}: {config.rule.summary}")
+        print(f"run      {directory}")
+        reason = mask_can_fire(config)
+        if reason is not None:
+            print(f"note     the mask can never drop a token: {reason}")
+        self._bar = tqdm(
+            total=config.steps, unit="step", leave=False, dynamic_ncols=True, disable=not sys.stderr.isatty()
+        )
+
+    def evaluated(self, accuracy: Accuracy) -> None:
+        """Accuracy before training."""
+        self._print(f"before training: {_accuracy(accuracy)}")
+
+    def stepped(self, result: StepResult, trainer: Trainer) -> None:
+        """The step's line; after the first, whether engine and trainer agreed before any update."""
+        if result.step == 1 and trainer.agreement is not None:
+            found, tolerance = trainer.agreement, trainer.mismatch_tolerance
+            self._print(f"engine and trainer before any update: {found}")
+            if found.mean > tolerance:
+                self._print(
+                    f"WARNING: that is more than the numerics explain (mean {tolerance:g}); do both use the same "
+                    "weights, padding and dropout?"
+                )
+        self._print(step_line(result, trainer.config.steps))
+        if self._bar is not None:
+            self._bar.update()
+
+    def ended(self, summary: Summary, directory: Path) -> None:
+        """Before and after, and what to try next."""
+        if self._bar is not None:
+            self._bar.close()
+        for line in closing_lines(summary, directory):
+            print(line)
+
+    def _print(self, line: str) -> None:
+        # Above the bar, if there is one.
+        tqdm.write(line, file=sys.stdout)
+        sys.stdout.flush()
+
+
+def step_line(result: StepResult, steps: int) -> str:
+    """A step's figures in one line; a figure over no token is a dash."""
+    figures = result.metrics
+
+    def show(name: str, form: str) -> str:
+        return format(figures[name], form) if name in figures else "-"
+
+    line = (
+        f"step {result.step:>{len(str(steps))}}/{steps}"
+        f"  reward {show('reward', '.3f')}"
+        f"  acc {show('accuracy', '6.1%')}"
+        f"  masked A>0 {show('mask_frac_pos', '.2%')} A<0 {show('mask_frac_neg', '.2%')}"
+        f"  D kept {show('divergence_kept_mean', '.1e')} masked {show('divergence_masked_mean', '.1e')}"
+        f"  mismatch {show('mismatch_kl', '.1e')}"
+        f"  entropy {show('entropy', '.3f')}"
+        f"  {show('tokens_per_second', '.0f')} tok/s"
+    )
+    return line if result.accuracy is None else f"{line}  held-out {_accuracy(result.accuracy)}"
+
+
+def closing_lines(summary: Summary, directory: Path) -> list[str]:
+    """The table of a run: before, after, what was masked, where everything lies, what to try next."""
+    lines = [
+        "",
+        f"{'held-out accuracy':<20}{'before':>8}{'after':>8}",
+        f"{'sampled':<20}{summary.accuracy_before:>8.1%}{summary.accuracy_after:>8.1%}",
+        f"{'greedy':<20}{summary.greedy_before:>8.1%}{summary.greedy_after:>8.1%}",
+        "",
+    ]
+    if summary.masked_tokens:
+        rows = ", ".join(
+            f"{row['token']!r} {row['share']:.0%} (A>0: {row['positive']}, A<0: {row['negative']})"
+            for row in summary.masked_tokens[:4]
+        )
+        lines.append(f"masked most often  {rows}")
+    lines += [
+        f"{summary.status:<18} {summary.steps} steps, {summary.optimizer_steps} optimiser steps, {summary.seconds:.0f} s",
+        f"run directory      {directory}",
+        f"try next           predmask eval {directory}",
+    ]
+    if summary.task == "arithmetic":
+        lines += [
+            "                   predmask train arithmetic --rule dppo",
+            "                   predmask train arithmetic-stress --rule none    (without a mask it collapses)",
+        ]
+    return lines
+
+
+def accuracy_lines(accuracy: Accuracy, *, temperature: float) -> list[str]:
+    """The table of an evaluation; ± is one standard error over problems."""
+    spread = f"± {accuracy.sampled_error:.1%}"
+    return [
+        f"{'held-out problems':<34}{accuracy.prompts:>8}",
+        f"{'greedy':<34}{accuracy.greedy:>8.1%}",
+        f"{f'sampled, temperature {temperature:g} (avg@{accuracy.samples})':<34}{accuracy.sampled:>8.1%} {spread}",
+        f"{f'at least one right (pass@{accuracy.samples})':<34}{accuracy.pass_at_n:>8.1%}",
+        f"{'sampled answers cut at the limit':<34}{accuracy.truncated:>8.1%}",
+    ]
+
+
+def _accuracy(accuracy: Accuracy) -> str:
+    return f"{accuracy.sampled:.1%} sampled, {accuracy.greedy:.1%} greedy"
+
+
+def _count(number: int) -> str:
+    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return str(number)
+
+
+def _device(device: torch.device) -> str:
+    return f"cpu, {torch.get_num_threads()} threads" if device.type == "cpu" else torch.cuda.get_device_name(device)
+
+
+def _numerics(engine: object) -> str:
+    numerics = getattr(engine, "numerics", None)
+    return f", {numerics}" if numerics else ""

@@ -1,0 +1,48 @@
+"""`predmask train`: train a model as configured."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from predmask.cli.options import add_config_arguments, load_config
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """The parser of this verb."""
+    parser = subparsers.add_parser(
+        "train",
+        add_help=False,
+        help="train a model with a trust-region mask",
+        description="Train a model as configured: a preset, then a TOML file, then options, each over the last. "
+        "Figures, configuration and checkpoint go to a new run directory.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_config_arguments(parser)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train; 130 when interrupted."""
+    if not args.rest and args.config is None and not args.help:
+        args.parser.error("say what to train: a preset such as 'arithmetic' (predmask list presets), or --config FILE")
+    config = load_config(args)
+    from predmask.cli.display import Console
+    from predmask.train import AgreementError, TrainingError
+    from predmask.train import run as train
+
+    _quiet_libraries()
+    try:
+        train(config, display=Console())
+    except (AgreementError, TrainingError) as error:
+        print(f"predmask: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _quiet_libraries() -> None:
+    """Weights of the embedded model load at once; a progress bar for that is noise."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()

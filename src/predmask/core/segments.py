@@ -1,0 +1,19 @@
+"""Sums over tokens or responses that share an id."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+
+def segment_index(ids: Tensor) -> tuple[Tensor, int]:
+    """Number arbitrary ids 0, 1, ...: the [N] index of each entry's id, and how many ids there are."""
+    _, index = cast("tuple[Tensor, Tensor]", torch.unique(ids, return_inverse=True))  # pyright: ignore[reportUnknownMemberType]
+    return index, int(index.max()) + 1 if index.numel() else 0
+
+
+def segment_sum(values: Tensor, index: Tensor, size: int) -> Tensor:
+    """[size] float64 sums of the values with the same index."""
+    return torch.zeros(size, dtype=torch.float64, device=values.device).index_add(0, index, values.double())

@@ -1,0 +1,25 @@
+"""Rollout engines: they sample responses and say how likely those were."""
+
+from typing import TypeAlias
+
+from predmask.rollout.engine import Engine, Sampling
+from predmask.rollout.records import Rollout, RolloutError, rollout_from_entries
+from predmask.rollout.transformers import TransformersConfig, TransformersEngine
+
+EngineConfig: TypeAlias = TransformersConfig
+"""The configuration of an engine: a frozen dataclass with a `name` and `start(model) -> Engine`."""
+
+ENGINES: dict[str, type[EngineConfig]] = {engine.name: engine for engine in (TransformersConfig,)}
+"""Every engine by name. To add one, write its file and add its configuration here."""
+
+__all__ = [
+    "ENGINES",
+    "Engine",
+    "EngineConfig",
+    "Rollout",
+    "RolloutError",
+    "Sampling",
+    "TransformersConfig",
+    "TransformersEngine",
+    "rollout_from_entries",
+]

@@ -1,0 +1,228 @@
+"""What a rollout engine returns, and the border that checks it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from predmask.core import BehaviourSupport
+
+MASS_TOLERANCE = 1e-3
+"""How far above 1 the returned probabilities of one position may sum (rounding of the engine)."""
+
+
+class RolloutError(ValueError):
+    """A rollout engine returned something that cannot be trained on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """B sampled responses as flat per-token arrays of N tokens, sequence after sequence.
+
+    Log-probs are float32 and those of the distribution that the engine really sampled from.
+    """
+
+    prompts: tuple[tuple[int, ...], ...]
+    """The B prompts as token ids."""
+    lengths: Tensor
+    """[B] int64, tokens of each response; they sum to N."""
+    tokens: Tensor
+    """[N] int64, the response's token ids: the ones that are trained on."""
+    logp: Tensor
+    """[N] float32, behaviour log-prob of each token; NaN where the engine did not know it."""
+    topk_ids: Tensor
+    """[N, K] int64, the engine's K likeliest ids; K = 0 for an engine that records only the sampled token."""
+    topk_logp: Tensor
+    """[N, K] float32, their log-probs."""
+    sampled: Tensor
+    """[N] bool, False for a token that the policy did not sample (tool output, an appended end)."""
+    version: Tensor
+    """[N] int64, the policy version (optimiser steps so far) that sampled each token."""
+    finished: Tensor
+    """[B] bool, whether the response ended by itself (False: it was cut at the length limit)."""
+    full_logp: Tensor | None = None
+    """[N, V] float32, the whole behaviour distribution, where it was asked for (studies on small models)."""
+
+    @property
+    def top_k(self) -> int:
+        """K, the number of likeliest ids recorded at each position."""
+        return self.topk_ids.shape[1]
+
+    @property
+    def sequence(self) -> Tensor:
+        """[N] int64, the index of the response that each token belongs to."""
+        return torch.repeat_interleave(torch.arange(len(self.prompts)), self.lengths)
+
+    def responses(self) -> list[list[int]]:
+        """The B responses as lists of token ids."""
+        return [part.tolist() for part in self.tokens.split(self.lengths.tolist())]
+
+    def behaviour(self, device: torch.device | str = "cpu") -> BehaviourSupport:
+        """The behaviour policy on the support of each of the N tokens."""
+        records = (self.tokens, self.logp, self.topk_ids, self.topk_logp)
+        return BehaviourSupport.from_topk(*(record.to(device) for record in records))
+
+    def token_index(self, sequences: Tensor) -> Tensor:
+        """[M] int64, positions in the flat arrays of the given responses' tokens, in the given order."""
+        ends = self.lengths.cumsum(0)
+        starts = ends - self.lengths
+        spans = [torch.arange(int(starts[i]), int(ends[i])) for i in sequences.tolist()]
+        return torch.cat(spans) if spans else torch.empty(0, dtype=torch.int64)
+
+    def select(self, sequences: Tensor) -> Rollout:
+        """The given responses, in the given order, as a rollout of their own."""
+        index = self.token_index(sequences)
+        return replace(
+            self,
+            prompts=tuple(self.prompts[i] for i in sequences.tolist()),
+            lengths=self.lengths[sequences],
+            tokens=self.tokens[index],
+            logp=self.logp[index],
+            topk_ids=self.topk_ids[index],
+            topk_logp=self.topk_logp[index],
+            sampled=self.sampled[index],
+            version=self.version[index],
+            finished=self.finished[sequences],
+            full_logp=None if self.full_logp is None else self.full_logp[index],
+        )
+
+    def check(self, *, top_k: int, vocabulary_size: int) -> Rollout:
+        """Return the rollout itself, or raise a `RolloutError` that names what is wrong with it.
+
+        `top_k` is the K that was asked for, `vocabulary_size` the rows of the policy's head. Checked are
+        lengths, dtypes, id ranges, distinct top-K ids, K finite entries at each sampled position, and a
+        probability mass of at most 1. A NaN log-prob of a *sampled* token is let through: it stands for
+        "unknown", and such a token is counted and left out of the loss.
+        """
+        self._check_shapes()
+        self._check_ids(vocabulary_size)
+        self._check_topk(top_k)
+        self._check_mass()
+        return self
+
+    def _check_shapes(self) -> None:
+        sequences, tokens = len(self.prompts), int(self.lengths.sum())
+        for name, per in (("lengths", sequences), ("finished", sequences)):
+            _expect_length(name, getattr(self, name), per)
+        for name in ("tokens", "logp", "topk_ids", "topk_logp", "sampled", "version"):
+            _expect_length(name, getattr(self, name), tokens)
+        if self.topk_ids.shape != self.topk_logp.shape:
+            raise RolloutError(
+                f"topk_ids {tuple(self.topk_ids.shape)} and topk_logp {tuple(self.topk_logp.shape)} differ"
+            )
+        for name in ("logp", "topk_logp"):
+            dtype = getattr(self, name).dtype
+            if dtype not in (torch.float32, torch.float64):
+                raise RolloutError(f"{name} is {dtype}; log-probs are stored in float32 (16 bits distort ratios)")
+
+    def _check_ids(self, vocabulary_size: int) -> None:
+        for name, ids in (("tokens", self.tokens), ("topk_ids", self.topk_ids)):
+            bad = ids[(ids < 0) | (ids >= vocabulary_size)]
+            if bad.numel():
+                raise RolloutError(
+                    f"{name} holds id {int(bad[0])}, but the policy has ids 0 to {vocabulary_size - 1}; "
+                    "do engine and policy use the same model and vocabulary?"
+                )
+
+    def _check_topk(self, top_k: int) -> None:
+        if self.top_k < top_k and self.top_k == 0:
+            raise RolloutError(
+                f"top-K missing: {top_k} log-probs were asked for at each position, and the engine returned only "
+                "the sampled token's; use an engine that records top-K, or a rule that needs none"
+            )
+        if self.top_k != top_k:
+            raise RolloutError(f"the engine returned top-{self.top_k}, but top-{top_k} was asked for")
+        finite = torch.isfinite(self.topk_logp).sum(-1)
+        short = torch.nonzero(self.sampled & ~torch.isnan(self.logp) & (finite < top_k))
+        if short.numel():
+            position = int(short[0])
+            raise RolloutError(
+                f"token {position}: {int(finite[position])} of {top_k} top-K log-probs are finite; does the engine "
+                f"cap its log-probs at {int(finite[position])} (vLLM: max_logprobs), or truncate its sampling "
+                "(top_p, top_k, min_p must be off)?"
+            )
+        ordered = self.topk_ids.sort(dim=-1).values
+        repeated = torch.nonzero((ordered[:, 1:] == ordered[:, :-1]).any(-1) & self.sampled)
+        if repeated.numel():
+            raise RolloutError(f"token {int(repeated[0])}: the engine returned an id twice in its top-K")
+
+    def _check_mass(self) -> None:
+        known = self.sampled & ~torch.isnan(self.logp)
+        if (self.logp[known] > MASS_TOLERANCE).any() or torch.isinf(self.logp[known]).any():
+            worst = self.logp[known].abs().max()
+            raise RolloutError(
+                f"a sampled token has log-prob {float(worst):+.4g} in absolute value, but a token that was sampled "
+                "has a finite log-prob of at most 0"
+            )
+        mass = torch.logsumexp(self.topk_logp[known], dim=-1).exp() if self.top_k else torch.zeros(0)
+        if (mass > 1 + MASS_TOLERANCE).any():
+            raise RolloutError(f"top-K probabilities sum to {float(mass.max()):.4f} at one position, more than 1")
+
+
+def rollout_from_entries(
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[Sequence[int]],
+    entries: Sequence[Sequence[Mapping[int, float | None]]],
+    *,
+    top_k: int,
+    version: int = 0,
+    finished: Sequence[bool] | None = None,
+) -> Rollout:
+    """A rollout from engines that answer with a mapping id -> log-prob at each position.
+
+    The sampled token is found by its id, wherever it stands; the other entries, likeliest first, are the
+    top-K, and the sampled one is among them when it is likely enough. A log-prob of None or NaN is unknown.
+    Raises `RolloutError` for missing ids, wrong lengths, and a sampled token that is not in its mapping.
+    """
+    if len(responses) != len(prompts) or len(entries) != len(prompts):
+        raise RolloutError(
+            f"{len(prompts)} prompts, {len(responses)} responses and {len(entries)} lists of log-probs; a record "
+            "needs the token ids of each response (text cannot be turned back into the sampled ids)"
+        )
+    logp: list[float] = []
+    ids_rows: list[list[int]] = []
+    logp_rows: list[list[float]] = []
+    for sequence, (response, positions) in enumerate(zip(responses, entries, strict=True)):
+        if len(response) != len(positions):
+            raise RolloutError(f"response {sequence} has {len(response)} tokens but {len(positions)} log-probs")
+        for position, (token, entry) in enumerate(zip(response, positions, strict=True)):
+            if token not in entry:
+                raise RolloutError(
+                    f"response {sequence}, token {position}: the sampled id {token} is not among the returned ids "
+                    f"{sorted(entry)}"
+                )
+            known = {i: v for i, v in entry.items() if v is not None and not math.isnan(v)}
+            logp.append(known.get(token, math.nan))
+            top = sorted((-v, i) for i, v in known.items())[:top_k]
+            if len(top) < top_k and len(known) < len(entry):
+                # An unknown entry leaves its whole position unknown, not one log-prob short.
+                top += [(math.inf, i) for i in entry if i not in known][: top_k - len(top)]
+                logp[-1] = math.nan
+            ids_rows.append([i for _, i in top])
+            logp_rows.append([-v for v, _ in top])
+    ragged = next((i for i, row in enumerate(ids_rows) if len(row) != top_k), None)
+    if ragged is not None:
+        raise RolloutError(
+            f"token {ragged}: {len(ids_rows[ragged])} log-probs were returned, but top-{top_k} was asked for"
+        )
+    total = len(logp)
+    return Rollout(
+        prompts=tuple(tuple(prompt) for prompt in prompts),
+        lengths=torch.tensor([len(response) for response in responses], dtype=torch.int64),
+        tokens=torch.tensor([t for response in responses for t in response], dtype=torch.int64),
+        logp=torch.tensor(logp, dtype=torch.float32),
+        topk_ids=torch.tensor(ids_rows, dtype=torch.int64).reshape(total, top_k),
+        topk_logp=torch.tensor(logp_rows, dtype=torch.float32).reshape(total, top_k),
+        sampled=torch.ones(total, dtype=torch.bool),
+        version=torch.full((total,), version, dtype=torch.int64),
+        finished=torch.tensor(finished if finished is not None else [True] * len(prompts), dtype=torch.bool),
+    )
+
+
+def _expect_length(name: str, value: Tensor, length: int) -> None:
+    if value.shape[0] != length:
+        raise RolloutError(f"{name} has {value.shape[0]} entries where {length} were expected")

@@ -1,0 +1,89 @@
+"""The run directory: what a run writes down, and how it is found again."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import platform
+from datetime import datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from predmask.train.config import Config, ConfigError
+from predmask.train.options import to_toml
+
+_PACKAGES = ("predmask", "torch", "transformers", "tokenizers", "safetensors", "numpy", "reasoning-gym")
+
+
+class RunDirectory:
+    """config.toml (it can be run again), versions.json, metrics.jsonl (a line a step), summary.json, checkpoint/.
+
+    Raises ConfigError when `config.output` exists and is not empty: nothing is ever overwritten.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.path = _new_path(config)
+        self.path.mkdir(parents=True, exist_ok=True)
+        # Without its output, so that the file can be run again as it is.
+        self._write("config.toml", to_toml(dataclasses.replace(config, output=None)))
+        self._write("versions.json", json.dumps(_versions(), indent=2) + "\n")
+
+    def append_metrics(self, record: dict[str, Any]) -> None:
+        """One more line of metrics.jsonl, readable at once."""
+        with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        """summary.json."""
+        self._write("summary.json", json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
+
+    def write_checkpoint(self, model: Any, tokenizer: Any) -> None:
+        """A Hugging Face model directory; written beside its place and renamed, so it is whole or absent."""
+        partial = self.path / "checkpoint.partial"
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        partial.rename(self.path / "checkpoint")
+
+    def _write(self, name: str, text: str) -> None:
+        (self.path / name).write_text(text, encoding="utf-8")
+
+
+def task_name(config: Config) -> str:
+    """The task's name as people know it: its own, or its class's."""
+    return getattr(config.task, "name", type(config.task).__name__)
+
+
+def find_checkpoint(directory: Path) -> Path:
+    """The model directory of a run; ConfigError when the directory is none of a run."""
+    path = directory / "checkpoint"
+    if not (path / "config.json").is_file() or not (directory / "config.toml").is_file():
+        raise ConfigError(
+            f"{str(directory)!r} is no run directory with a checkpoint; `predmask train` prints where a run lies"
+        )
+    return path
+
+
+def _new_path(config: Config) -> Path:
+    if config.output is not None:
+        path = Path(config.output).expanduser()
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise ConfigError(f"output {config.output!r} exists already; name a new directory, nothing is overwritten")
+        return path
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    name = f"{stamp}-{task_name(config)}-{config.rule.name}-seed{config.seed}"
+    path, count = Path("runs") / name, 1
+    while path.exists():
+        count += 1
+        path = Path("runs") / f"{name}-{count}"
+    return path
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "platform": platform.platform()}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

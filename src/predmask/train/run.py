@@ -1,0 +1,140 @@
+"""A whole run: training, what is shown of it, and what is written down."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from predmask.rollout import Engine
+from predmask.train.config import Config, ConfigError
+from predmask.train.directory import RunDirectory, task_name
+from predmask.train.evaluate import Accuracy
+from predmask.train.trainer import StepResult, Trainer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """What a run came to, as summary.json holds it."""
+
+    status: str
+    """`finished`, `interrupted`, or `failed: ` and why."""
+    task: str
+    rule: str
+    seed: int
+    steps: int
+    optimizer_steps: int
+    seconds: float
+    accuracy_before: float
+    """Share of right sampled answers to held-out problems before training (avg@n)."""
+    accuracy_after: float
+    """The same at the last evaluation."""
+    greedy_before: float
+    greedy_after: float
+    mismatch_before: float | None
+    """Mean |log mu - log pi| before any update, in nats; None when no step was begun."""
+    masked_tokens: list[dict[str, Any]]
+    """The ten tokens that were masked most often: token, id, count, share, positive, negative (by sign of A)."""
+
+
+class Display:
+    """Shows a run while it goes on; this one shows nothing."""
+
+    def started(self, trainer: Trainer, directory: Path) -> None:
+        """Model and engine are ready, nothing was sampled yet."""
+
+    def evaluated(self, accuracy: Accuracy) -> None:
+        """Accuracy before training was measured."""
+
+    def stepped(self, result: StepResult, trainer: Trainer) -> None:
+        """A step was done."""
+
+    def ended(self, summary: Summary, directory: Path) -> None:
+        """Everything is written."""
+
+
+def run(config: Config, *, display: Display | None = None, engine: Engine | None = None) -> tuple[Summary, Path]:
+    """Train as configured and write the run directory; returns the summary and where it lies.
+
+    A run that is interrupted or fails leaves its figures, a summary that says so and the weights it had
+    reached, and the exception goes on to the caller. See `Trainer` for `engine`.
+    """
+    display = display or Display()
+    started = time.perf_counter()
+    write_scalars = _tensorboard() if config.tensorboard else None
+    trainer = Trainer(config, engine=engine)
+    directory = RunDirectory(config)
+    accuracies: list[Accuracy] = []
+    steps = 0
+
+    def finish(status: str) -> Summary:
+        seconds = time.perf_counter() - started
+        summary = _summarise(trainer, status, steps, seconds, accuracies[0], accuracies[-1])
+        directory.write_summary(asdict(summary))
+        directory.write_checkpoint(trainer.model, trainer.tokenizer)
+        display.ended(summary, directory.path)
+        return summary
+
+    try:
+        display.started(trainer, directory.path)
+        accuracies.append(trainer.evaluate())
+        display.evaluated(accuracies[0])
+        directory.append_metrics({"step": 0, "heldout": asdict(accuracies[0])})
+        for result in trainer.steps():
+            steps = result.step
+            record: dict[str, Any] = {"step": result.step, **result.metrics}
+            if result.accuracy is not None:
+                accuracies.append(result.accuracy)
+                record["heldout"] = asdict(result.accuracy)
+            directory.append_metrics(record)
+            if write_scalars is not None:
+                write_scalars(directory.path, result)
+            display.stepped(result, trainer)
+    except (KeyboardInterrupt, Exception) as error:
+        if accuracies:
+            finish("interrupted" if isinstance(error, KeyboardInterrupt) else f"failed: {error}")
+        raise
+    finally:
+        trainer.close()
+    return finish("finished"), directory.path
+
+
+def _summarise(trainer: Trainer, status: str, steps: int, seconds: float, before: Accuracy, after: Accuracy) -> Summary:
+    return Summary(
+        status=status,
+        task=task_name(trainer.config),
+        rule=trainer.config.rule.name,
+        seed=trainer.config.seed,
+        steps=steps,
+        optimizer_steps=trainer.version,
+        seconds=round(seconds, 3),
+        accuracy_before=before.sampled,
+        accuracy_after=after.sampled,
+        greedy_before=before.greedy,
+        greedy_after=after.greedy,
+        mismatch_before=None if trainer.agreement is None else trainer.agreement.mean,
+        masked_tokens=[
+            {"token": trainer.tokenizer.convert_ids_to_tokens(row.id), **asdict(row)}
+            for row in trainer.masked_tokens()[:10]
+        ],
+    )
+
+
+def _tensorboard() -> Callable[[Path, StepResult], None]:
+    """What writes a step's figures for TensorBoard; ConfigError when that is not installed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ConfigError("tensorboard is not installed: pip install 'predmask[tensorboard]'") from error
+
+    def write(directory: Path, result: StepResult) -> None:
+        with SummaryWriter(directory / "tensorboard") as writer:
+            for name, value in result.metrics.items():
+                writer.add_scalar(f"train/{name}", value, result.step)
+            if result.accuracy is not None:
+                writer.add_scalar("heldout/sampled", result.accuracy.sampled, result.step)
+                writer.add_scalar("heldout/greedy", result.accuracy.greedy, result.step)
+
+    return write

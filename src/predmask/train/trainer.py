@@ -1,0 +1,259 @@
+"""The training loop, from top to bottom like the algorithm."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from predmask.core import (
+    MaskedToken,
+    Metrics,
+    group_advantages,
+    mask_metrics,
+    masked_tokens,
+    merge_masked_tokens,
+    policy_loss,
+    token_weights,
+)
+from predmask.rollout import Engine, Rollout
+from predmask.tasks import Problem
+from predmask.tasks.sampling import PromptSampler
+from predmask.tasks.verifier import Verifier
+from predmask.train.agreement import Agreement, check_agreement
+from predmask.train.batches import Batch, support_of
+from predmask.train.config import Config, ConfigError
+from predmask.train.evaluate import Accuracy, decode, encode, evaluate, is_right
+from predmask.train.models import load_policy, resolve_device
+
+AGREEMENT_RESPONSES = 32
+"""Responses of the first rollout on which engine and trainer are compared before any update."""
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on; the text says why and what to change."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step of a run came to."""
+
+    step: int
+    metrics: dict[str, float]
+    accuracy: Accuracy | None
+    """Held-out accuracy, where it was measured after this step."""
+
+
+class Trainer:
+    """One run: rollout, reward, advantage, masked update, weights to the engine.
+
+    `steps()` yields a `StepResult` after each step; the policy is `model`, `tokenizer`. An engine of your own
+    may be given, made for the same model; otherwise the configuration's is started.
+    """
+
+    def __init__(self, config: Config, *, engine: Engine | None = None) -> None:
+        self.config = config
+        self.device = resolve_device(config.device)
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        self.model, self.tokenizer = load_policy(config.model, self.device)
+        self._check_model()
+        self.engine = config.engine.start(self.model) if engine is None else engine
+        self.verifier = Verifier(config.task)
+        self.prompts = PromptSampler(config.task.problems("train"), config.seed)
+        self.heldout = config.task.problems("heldout")[: config.eval.prompts]
+        self.version = 0
+        """Optimiser steps so far."""
+        self.agreement: Agreement | None = None
+        """How far engine and trainer were apart before any update."""
+        self._masked: list[MaskedToken] = []
+        # Two streams: what is sampled does not depend on how minibatches are drawn.
+        self._sampling = torch.Generator().manual_seed(2 * config.seed)
+        self._shuffling = torch.Generator().manual_seed(2 * config.seed + 1)
+        settings = config.optimizer
+        self._optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=settings.learning_rate,
+            betas=(settings.beta1, settings.beta2),
+            weight_decay=settings.weight_decay,
+        )
+
+    def close(self) -> None:
+        """End the engine and the verifier's processes."""
+        self.engine.close()
+        self.verifier.close()
+
+    def evaluate(self) -> Accuracy:
+        """Held-out accuracy of the policy as it is now."""
+        return evaluate(
+            self.model,
+            self.tokenizer,
+            self.heldout,
+            self.verifier,
+            samples=self.config.eval.samples,
+            temperature=self.config.rollout.temperature,
+            max_new_tokens=self.config.rollout.max_new_tokens,
+            seed=self.config.seed,
+        )
+
+    def masked_tokens(self) -> list[MaskedToken]:
+        """Which token ids were masked so far, most often first."""
+        return self._masked
+
+    def steps(self) -> Iterator[StepResult]:
+        """Train, one result a step."""
+        every = self.config.eval.every
+        for step in range(1, self.config.steps + 1):
+            metrics = self._step(step)
+            due = step == self.config.steps or (every > 0 and step % every == 0)
+            yield StepResult(step, metrics.compute(), self.evaluate() if due else None)
+
+    def _step(self, step: int) -> Metrics:
+        started = time.perf_counter()
+        metrics = Metrics()
+        problems = self.prompts.take(self.config.rollout.prompts)
+        rollout = self._sample(problems)
+        rewards = self._reward(problems, rollout, metrics)
+        advantage = self._advantage(rewards, metrics)
+        if step == 1:
+            self._check_agreement(rollout)
+        for minibatch in self._minibatches(rollout, advantage):
+            metrics = metrics.merge(self._update(minibatch, step))
+        self.engine.update_weights(self.model, self.version)
+        seconds = time.perf_counter() - started
+        metrics.mean("response_length", rollout.lengths)
+        metrics.mean("truncated_frac", ~rollout.finished)
+        metrics.total("tokens", len(rollout.tokens))
+        metrics.total("seconds", seconds)
+        metrics.total("tokens_per_second", len(rollout.tokens) / seconds)
+        return metrics
+
+    def _sample(self, problems: list[Problem]) -> Rollout:
+        """A group of responses to each problem."""
+        prompts = [encode(self.tokenizer, problem) for problem in problems for _ in range(self._group_size)]
+        rollout = self.engine.generate(prompts, self.config.rollout.sampling(), self._sampling)
+        return rollout.check(top_k=self.config.rollout.top_k, vocabulary_size=self.model.config.vocab_size)
+
+    def _reward(self, problems: list[Problem], rollout: Rollout, metrics: Metrics) -> torch.Tensor:
+        """[B] rewards, NaN where an answer could not be scored."""
+        repeated = [problem for problem in problems for _ in range(self._group_size)]
+        scores = self.verifier.score(repeated, decode(self.tokenizer, rollout.responses()))
+        rewards = torch.tensor([math.nan if score is None else score for score in scores])
+        metrics.mean("reward", rewards[~rewards.isnan()])
+        metrics.mean("accuracy", torch.tensor([is_right(score) for score in scores if score is not None]))
+        metrics.total("unscored_count", float(rewards.isnan().sum()))
+        return rewards
+
+    def _advantage(self, rewards: torch.Tensor, metrics: Metrics) -> torch.Tensor:
+        """[B] group-relative advantages, NaN where an answer could not be scored."""
+        groups = torch.arange(len(rewards)) // self._group_size
+        settings = self.config.advantage
+        found = group_advantages(rewards, groups, baseline=settings.baseline, scale_by_std=settings.scale_by_std)
+        if found.groups:
+            metrics.mean("equal_groups_frac", torch.arange(found.groups) < found.equal_groups)
+        return torch.where(found.scored, found.values, math.nan)
+
+    def _minibatches(self, rollout: Rollout, advantage: torch.Tensor) -> Iterator[Batch]:
+        """The optimiser steps of a rollout: `steps_per_rollout` minibatches, in a new order each epoch."""
+        update, loss = self.config.update, self.config.loss
+        size = len(rollout.prompts) // update.steps_per_rollout
+        for _ in range(update.epochs):
+            for sequences in torch.randperm(len(rollout.prompts), generator=self._shuffling).split(size):
+                part = rollout.select(sequences)
+                per_token = advantage[sequences].repeat_interleave(part.lengths)
+                counted = part.sampled & ~per_token.isnan() & torch.isfinite(part.logp)
+                if not loss.count_zero_advantage:
+                    counted &= per_token != 0
+                weights = token_weights(
+                    counted,
+                    part.sequence,
+                    loss.aggregation,
+                    horizon=loss.horizon or self.config.rollout.max_new_tokens,
+                )
+                yield Batch(part, per_token.nan_to_num(0.0), weights)
+
+    def _update(self, minibatch: Batch, step: int) -> Metrics:
+        """One optimiser step: the rule decides once, and loss and metrics read that decision."""
+        config = self.config
+        metrics = Metrics()
+        self._optimizer.zero_grad(set_to_none=True)
+        loss_value, kept = 0.0, 0
+        for micro in minibatch.split(config.update.micro_batch_size):
+            behaviour, policy = support_of(
+                self.model, micro.rollout, temperature=config.rollout.temperature, autocast=config.update.autocast
+            )
+            advantage, weights = micro.advantage.to(self.device), micro.weights.to(self.device)
+            sampled = micro.rollout.sampled.to(self.device)
+            decision = config.rule(behaviour, policy, advantage, sampled)
+            loss = policy_loss(policy.logp[:, 0], decision, advantage, weights, ratio_cap=config.loss.ratio_cap)
+            if not torch.isfinite(loss):
+                raise TrainingError(
+                    f"the loss is {loss.item()} at step {step}, optimiser step {self.version}; nothing was updated. "
+                    "Lower optimizer.learning_rate, or set loss.ratio_cap"
+                )
+            loss.backward()
+            loss_value += loss.item()
+            kept += int(decision.keep.sum())
+            staleness = (self.version - micro.rollout.version).to(self.device)
+            metrics = metrics.merge(mask_metrics(behaviour, policy, decision, mask=sampled, staleness=staleness))
+            self._masked = merge_masked_tokens(self._masked, masked_tokens(decision, behaviour.ids[:, 0]))
+        metrics.mean("loss", torch.tensor([loss_value]))
+        self._apply(metrics, step, kept)
+        return metrics
+
+    def _apply(self, metrics: Metrics, step: int, kept: int) -> None:
+        """Move the weights; without a kept token there is no gradient, and momentum alone must not move them."""
+        if not kept:
+            metrics.total("empty_updates", 1)
+            return
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.grad_clip)
+        if not torch.isfinite(norm):
+            raise TrainingError(
+                f"the gradient is not finite at step {step}, optimiser step {self.version}; nothing was updated. "
+                "Lower optimizer.learning_rate"
+            )
+        metrics.mean("grad_norm", norm[None])
+        self._optimizer.step()
+        self.version += 1
+
+    @torch.no_grad()
+    def _check_agreement(self, rollout: Rollout) -> None:
+        first = rollout.select(torch.arange(min(AGREEMENT_RESPONSES, len(rollout.prompts))))
+        behaviour, policy = support_of(
+            self.model, first, temperature=self.config.rollout.temperature, autocast=self.config.update.autocast
+        )
+        self.agreement = check_agreement(behaviour, policy, first.sequence, tolerance=self.mismatch_tolerance)
+
+    @property
+    def mismatch_tolerance(self) -> float:
+        """Mean |Δ log-prob| that the numerics of engine and trainer explain, in nats."""
+        return self.config.engine.mismatch_tolerance + (0.1 if self.config.update.autocast else 0.0)
+
+    @property
+    def _group_size(self) -> int:
+        return self.config.rollout.group_size
+
+    def _check_model(self) -> None:
+        vocabulary_size = self.model.config.vocab_size
+        if self.config.rollout.top_k > vocabulary_size:
+            raise ConfigError(
+                f"rollout.top_k is {self.config.rollout.top_k}, but model {self.config.model!r} has a vocabulary of "
+                f"{vocabulary_size}; choose at most that"
+            )
+
+
+def mask_can_fire(config: Config) -> str | None:
+    """Why the mask of this configuration can never drop a token, or None when it can."""
+    rule = config.rule
+    if not rule.can_fire:
+        return f"rule {rule.name} drops no token with these settings"
+    exact = config.engine.mismatch_tolerance <= 1e-3 and not config.update.autocast
+    if exact and config.update.steps_per_rollout * config.update.epochs == 1:
+        return (
+            "every rollout is used for one optimiser step, by an engine that computes as the trainer does: "
+            "both policies are equal then; raise update.steps_per_rollout or use other engine.numerics"
+        )
+    return None
