@@ -64,9 +64,7 @@ def test_against_a_loop_over_groups(rewards, data, baseline):
     expected = []
     for i, (reward, group) in enumerate(zip(rewards, groups, strict=True)):
         known = [r for r, g in zip(rewards, groups, strict=True) if g == group and not math.isnan(r)]
-        others = [
-            r for j, (r, g) in enumerate(zip(rewards, groups, strict=True)) if g == group and j != i and r == r
-        ]
+        others = [r for j, (r, g) in enumerate(zip(rewards, groups, strict=True)) if g == group and j != i and r == r]
         base = known if baseline == "mean" else others
         expected.append(reward - np.mean(base) if reward == reward and base else 0.0)
     assert result.values.tolist() == pytest.approx(expected)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import subprocess
 import sys
 import tomllib
@@ -244,3 +245,9 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     assert process.stderr.read() == b""
     process.stderr.close()
     assert process.wait() == 141
+
+
+def test_a_terminal_without_the_symbols_is_no_error() -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-m", "predmask", "list", "rules"]
+    assert b"predictive" in subprocess.run(command, env=environment, capture_output=True, check=True).stdout

@@ -101,7 +101,7 @@ def test_another_name_keeps_the_fields_that_both_have() -> None:
 
 
 def test_tasks_are_named_in_three_ways() -> None:
-    assert typed("--task arithmetic --task.digits 2").task == Arithmetic(digits=2)
+    assert typed("--task arithmetic --task.digits 5").task == Arithmetic(digits=5)
     assert typed("--task reasoning_gym:chain_sum").task == ReasoningGym(dataset="chain_sum")
     assert typed("--task reasoning_gym --task.dataset chain_sum").task == ReasoningGym(dataset="chain_sum")
     assert typed(f"--task {__name__}:Puzzle --task.title x").task == Puzzle(title="x")
@@ -198,7 +198,7 @@ def test_negative_numbers_are_values() -> None:
         ("--task reasoning_gym", ["task.dataset must be set", "name of the data set"]),
         ("--task nowhere.to:Find", ["'nowhere.to:Find'", "cannot be imported"]),
         ("--task.digits 0", ["task: digits is 0"]),
-        (f"--task {__name__}:Unspellable", ["list[int]", "bool, int, float, str"]),
+        (f"--task {__name__}:Unspellable", ["the field lengths is list[int]", "bool, int, float, str"]),
         (f"--task {__name__}:Named", ["field called name"]),
         ("--rollout.prompts 1.5", ["rollout.prompts is '1.5'", "int"]),
         ("--rollout.prompts many", ["rollout.prompts is 'many'", "int"]),
@@ -377,7 +377,7 @@ def test_describe_lists_every_field_with_its_default() -> None:
 
 
 def test_describe_follows_the_layers() -> None:
-    options = {option.path: option for option in describe(overrides("--rule ppo_clip --rule.eps_low 0.1".split()))}
+    options = {option.path: option for option in describe(overrides(["--rule=ppo_clip", "--rule.eps_low=0.1"]))}
     assert {f"rule.{field.name}" for field in dataclasses.fields(PPOClip)} <= set(options)
     assert "rule.delta" not in options
     assert options["rule.eps_low"].default == "0.1"

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
-from reference import DIVERGENCE, cases, random_case, slope, softmax
 
 from predmask import DIVERGENCES, BehaviourSupport, PolicySupport, get_divergence
+from reference import DIVERGENCE, cases, random_case, slope, softmax
 
 ALL = pytest.mark.parametrize("name", DIVERGENCES)
 
@@ -96,7 +96,9 @@ def test_impossible_tokens_weigh_nothing_where_neither_policy_goes(name, dtype):
     three = np.array([0.5, 0.25, 0.25])
     assert value.item() == pytest.approx(DIVERGENCE[name](three, softmax(np.array([1.0, 0, 0]))), abs=1e-6)
     value.sum().backward()
-    expected = [slope(lambda h, e=e: DIVERGENCE[name](three, softmax(np.array([1.0, 0, 0]) + h * e))) for e in np.eye(3)]
+    expected = [
+        slope(lambda h, e=e: DIVERGENCE[name](three, softmax(np.array([1.0, 0, 0]) + h * e))) for e in np.eye(3)
+    ]
     assert logits.grad[0].tolist() == pytest.approx([*expected, 0.0], abs=1e-5)
 
 

@@ -1,13 +1,13 @@
 """The loss, its gradient, and its denominators: whatever the split, the padding and the masks."""
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from reference import random_case, ratios, stack
 
 from predmask import (
     CISPO,
@@ -21,6 +21,7 @@ from predmask import (
     policy_loss,
     token_weights,
 )
+from reference import random_case, ratios, stack
 
 AGGREGATIONS = {"token_mean": None, "seq_mean_token_mean": None, "seq_mean_token_sum_norm": 16}
 
@@ -110,7 +111,7 @@ def test_any_split_gives_the_loss_and_gradient_of_the_whole(aggregation, lengths
 
     edges = [0, *sorted(cut % count for cut in cuts), count]
     order = generator.permutation(count)
-    parts = [order[a:b].tolist() for a, b in zip(edges[:-1], edges[1:], strict=True) if b > a]
+    parts = [order[a:b].tolist() for a, b in pairwise(edges) if b > a]
     whole, split = run([list(range(count))]), run(parts)
     assert split[0] == pytest.approx(whole[0], abs=1e-12)
     torch.testing.assert_close(split[1], whole[1])

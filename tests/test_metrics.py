@@ -2,13 +2,13 @@
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from reference import log_softmax, random_case, ratios, sampled_only, stack
 
 from predmask import (
     DPPO,
@@ -21,9 +21,11 @@ from predmask import (
     PPOClip,
     mask_metrics,
     masked_tokens,
+    merge_masked_tokens,
     policy_loss,
     token_weights,
 )
+from reference import log_softmax, random_case, ratios, sampled_only, stack
 
 
 def figures(rule, supports, advantage, mask=None, staleness=None):
@@ -105,6 +107,15 @@ def test_hit_tokens_are_sorted_by_count_then_id(dtype):
         (2, 1, 0, 1),
     ]
     assert [row.share for row in table] == pytest.approx([0.4, 0.4, 0.2])
+    parts = [
+        masked_tokens(
+            replace(decision, reason=decision.reason.where(torch.arange(7) % 2 == half, 0)),
+            torch.tensor([8, 5, 8, 5, 2, 2, 2]),
+        )
+        for half in (0, 1)
+    ]
+    assert merge_masked_tokens(*parts) == table
+    assert merge_masked_tokens() == []
     assert masked_tokens(replace(decision, reason=torch.zeros_like(decision.reason)), torch.zeros(7).long()) == []
 
 
@@ -205,7 +216,7 @@ def test_any_split_merges_to_the_figures_of_the_whole(name, cuts, seed):
     order = generator.permutation(60)
     edges = [0, *sorted(cuts), 60]
     merged = Metrics()
-    for a, b in zip(edges[:-1], edges[1:], strict=True):
+    for a, b in pairwise(edges):
         merged = merged.merge(part(order[a:b]))
     whole = part(np.arange(60)).compute()
     assert merged.compute() == pytest.approx(whole)

@@ -6,9 +6,17 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given
-from reference import DIVERGENCE, Case, cases, log_softmax, random_case, slope, softmax
 
-from predmask import DIVERGENCES, TAILS, BehaviourSupport, PolicySupport, divergence_rate, full_kl_rate_bracket, get_tail
+from predmask import (
+    DIVERGENCES,
+    TAILS,
+    BehaviourSupport,
+    PolicySupport,
+    divergence_rate,
+    full_kl_rate_bracket,
+    get_tail,
+)
+from reference import DIVERGENCE, Case, cases, log_softmax, random_case, slope, softmax
 
 EVERY_DIVERGENCE = pytest.mark.parametrize("name", DIVERGENCES)
 EVERY_TAIL = pytest.mark.parametrize("tail", TAILS)

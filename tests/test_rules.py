@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from reference import cases, random_case, ratios, sampled_only, stack
 
 from predmask import (
     CISPO,
@@ -23,6 +22,7 @@ from predmask import (
     Predictive,
     Reason,
 )
+from reference import cases, random_case, ratios, sampled_only, stack
 
 ADVANTAGES = st.sampled_from([-2.5, -1.0, 0.37, 1.0])
 SETTINGS = [

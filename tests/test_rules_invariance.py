@@ -7,9 +7,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from reference import Case, cases, log_softmax, random_case, stack
 
 from predmask import DPPO, RULES, BehaviourSupport, PolicySupport, Reason, policy_loss
+from reference import Case, cases, log_softmax, random_case, stack
 
 EVERY_RULE = pytest.mark.parametrize("name", RULES)
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from reference import cases, log_softmax, softmax
 
-from predmask import DPPO, DIVERGENCES, BehaviourSupport, PolicySupport, get_divergence
+from predmask import DIVERGENCES, DPPO, BehaviourSupport, PolicySupport, get_divergence
 from predmask.core.support import log1mexp
+from reference import cases, log_softmax, softmax
 
 
 def one(values, dtype=torch.float64):

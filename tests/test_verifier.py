@@ -47,6 +47,10 @@ def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
     return condition()
 
 
+def both_started(verifier: Verifier) -> bool:
+    return eventually(lambda: len(set(score(verifier, *["pid"] * 20))) == 2)
+
+
 @pytest.fixture(scope="module")
 def verifier() -> Iterator[Verifier]:
     with Verifier(Scripted(), workers=2, deadline=DEADLINE) as verifier:
@@ -84,7 +88,7 @@ def test_a_worker_that_dies_costs_its_answer_alone(verifier: Verifier) -> None:
 
 
 def test_an_endless_verifier_is_killed_with_its_children(verifier: Verifier, tmp_path: Path) -> None:
-    assert eventually(lambda: len(set(score(verifier, *["pid"] * 20))) == 2)  # both have started
+    assert both_started(verifier)
     start = time.monotonic()
     assert score(verifier, "1", f"parent {tmp_path / 'pid'}", "2", "3") == [1.0, None, 2.0, 3.0]
     assert DEADLINE <= time.monotonic() - start < DEADLINE + 1.0
@@ -100,7 +104,7 @@ def test_nothing_scored_stops_the_run_with_the_first_reason(verifier: Verifier) 
 
 
 def test_an_interrupt_leaves_no_stale_answer_behind(verifier: Verifier) -> None:
-    score(verifier, *"12")
+    assert both_started(verifier)
     threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         score(verifier, "wait 0.5", "wait 0.5")
@@ -108,6 +112,7 @@ def test_an_interrupt_leaves_no_stale_answer_behind(verifier: Verifier) -> None:
 
 
 def test_a_worker_that_died_between_batches_is_replaced(verifier: Verifier) -> None:
+    assert both_started(verifier)
     pids = set(score(verifier, *["pid"] * 20))
     for pid in pids:
         os.kill(int(pid or 0), signal.SIGKILL)

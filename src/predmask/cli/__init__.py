@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -38,7 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if package is None:
             raise
         return _fail(f"the package {package} is missing: pip install 'predmask[{_EXTRAS[package]}]'")
-    except _user_mistakes() as error:
+    except Exception as error:
+        if not isinstance(error, _user_mistakes()):
+            raise
         return _fail(str(error))
 
 
@@ -49,6 +52,8 @@ def _run(argv: Sequence[str] | None) -> int:
         args.rest = rest
     elif rest:
         parser.error(f"unknown arguments: {' '.join(rest)}")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that has no Ḋ is no error
     try:
         return args.run(args)
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -18,7 +19,7 @@ class Console(Display):
     """One line a step, with a progress bar under it where the output is a terminal."""
 
     def __init__(self) -> None:
-        self._bar: tqdm[None] | None = None
+        self._bar: tqdm[Any] | None = None
 
     def started(self, trainer: Trainer, directory: Path) -> None:
         """Say what is about to be trained, and warn of what cannot work."""
@@ -103,7 +104,8 @@ def closing_lines(summary: Summary, directory: Path) -> list[str]:
         )
         lines.append(f"masked most often  {rows}")
     lines += [
-        f"{summary.status:<18} {summary.steps} steps, {summary.optimizer_steps} optimiser steps, {summary.seconds:.0f} s",
+        f"{summary.status:<18} {summary.steps} steps, {summary.optimizer_steps} optimiser steps, "
+        f"{summary.seconds:.0f} s",
         f"run directory      {directory}",
         f"try next           predmask eval {directory}",
     ]
@@ -139,7 +141,10 @@ def _count(number: int) -> str:
 
 
 def _device(device: torch.device) -> str:
-    return f"cpu, {torch.get_num_threads()} threads" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"{device.type}, {threads} thread{'s' if threads > 1 else ''}"
 
 
 def _numerics(engine: object) -> str:

@@ -30,11 +30,12 @@ def run(args: argparse.Namespace) -> int:
     from predmask.train.evaluate import evaluate
     from predmask.train.models import load_policy, resolve_device
     from predmask.train.options import read_toml, resolve
+    from predmask.train.trainer import problems_of
 
     directory = Path(args.run_dir)
     checkpoint = find_checkpoint(directory)
     config = resolve(read_toml(str(directory / "config.toml")))
-    problems = config.task.problems("heldout")[: args.prompts]
+    problems = problems_of(config.task, "heldout")[: args.prompts]
     model, tokenizer = load_policy(str(checkpoint), resolve_device(args.device))
     with Verifier(config.task) as verifier:
         accuracy = evaluate(

@@ -94,7 +94,8 @@ def _tasks() -> Iterator[Entry]:
     from predmask.train.fields import fields
 
     for name, cls in TASKS.items():
-        needs = ", ".join(f"--task.{field.name}" for field in fields(cls).values() if field.default is MISSING)
+        required = [f"--task.{field.name}" for field in fields(cls).values() if field.default is MISSING]
+        needs = ", ".join([*required, *([cls.needs] if hasattr(cls, "needs") else [])])
         summary = (inspect.getdoc(cls) or "").partition("\n")[0]
         yield Entry(name, summary, {"needs": needs, "options": ", ".join(fields(cls))})
 

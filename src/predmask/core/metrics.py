@@ -139,7 +139,7 @@ def masked_tokens(decision: MaskDecision, ids: Tensor) -> list[MaskedToken]:
     index, size = segment_index(ids[dropped])
     counts = segment_sum(torch.ones_like(index), index, size)
     gains = segment_sum((decision.reason == Reason.DROPPED_POSITIVE)[dropped], index, size)
-    found = torch.zeros(size, dtype=torch.int64, device=ids.device).scatter(0, index, ids[dropped])
+    found = torch.zeros(size, dtype=torch.int64, device=ids.device).scatter(0, index, ids[dropped].long())
     return _ranked(
         (token, gain, count - gain)
         for token, count, gain in zip(_integers(found), _integers(counts), _integers(gains), strict=True)

@@ -16,7 +16,7 @@ MASS_TOLERANCE = 1e-3
 
 
 class RolloutError(ValueError):
-    """A rollout engine returned something that cannot be trained on."""
+    """A rollout that cannot be made, or that cannot be trained on."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from typing_extensions import Doc
 
 from predmask.rollout.engine import Engine, Sampling
 from predmask.rollout.numerics import MISMATCH_TOLERANCES, Numerics, NumericsCopy
-from predmask.rollout.records import Rollout
+from predmask.rollout.records import Rollout, RolloutError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ class TransformersEngine:
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, generator: torch.Generator) -> Rollout:
         """Sample one response a prompt, `batch_size` at a time; equal neighbouring prompts share their prefill.
 
-        Raises ValueError for an empty prompt, a K above the vocabulary and a length above the model's context.
+        Raises RolloutError for an empty prompt, a K above the vocabulary and a length above the model's context.
         """
         self._check(prompts, sampling)
         training = self._model.training
@@ -102,19 +102,19 @@ class TransformersEngine:
     def _check(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
         config = self._model.config
         if not prompts:
-            raise ValueError("there are no prompts to answer")
+            raise RolloutError("there are no prompts to answer")
         for index, prompt in enumerate(prompts):
             if not prompt:
-                raise ValueError(f"prompt {index} is empty; a prompt needs at least one token")
+                raise RolloutError(f"prompt {index} is empty; a prompt needs at least one token")
         if sampling.top_k > config.vocab_size:
-            raise ValueError(
+            raise RolloutError(
                 f"top_k is {sampling.top_k}, but the model's vocabulary has {config.vocab_size} tokens; lower "
                 "rollout.top_k"
             )
         context = getattr(config, "max_position_embeddings", None)
         longest = max(map(len, prompts), default=0) + sampling.max_new_tokens
         if context is not None and longest > context:
-            raise ValueError(
+            raise RolloutError(
                 f"the longest prompt and max_new_tokens ({sampling.max_new_tokens}) come to {longest} tokens, but the "
                 f"model's context is {context}; lower rollout.max_new_tokens"
             )
@@ -131,13 +131,14 @@ class TransformersEngine:
         while True:
             step = _sample(logits, rows, sampling, generator)
             steps.append(step)
-            going = torch.nonzero(~torch.isin(step.tokens, end_ids))[:, 0]
-            if len(steps) == sampling.max_new_tokens or not going.numel():
+            ended = torch.isin(step.tokens, end_ids)
+            if len(steps) == sampling.max_new_tokens or ended.all():
                 return steps
             tokens = step.tokens
-            if going.numel() < tokens.numel():
-                rows, tokens = rows[going.cpu()], tokens[going]
-                decoder.keep(going)
+            if ended.any():
+                places = _close_gaps(ended)
+                rows, tokens = rows[places.cpu()], tokens[places]
+                decoder.keep(places)
             logits = decoder.decode(tokens)
 
 
@@ -145,11 +146,11 @@ class _Decoder:
     """The model with its key-value cache over one batch of left-padded prompts."""
 
     def __init__(self, model: Any, cache_argument: str, prompts: Sequence[Sequence[int]]) -> None:
-        from transformers import DynamicCache
+        from predmask.rollout.cache import in_place_cache
 
         self.device = next(model.parameters()).device
         self._model = model
-        self._cache = DynamicCache(config=model.config)
+        self._cache = in_place_cache(model.config)
         self._cache_argument = cache_argument
         unique, self._expand = _unique_neighbours(prompts)
         width = max(map(len, unique))
@@ -206,6 +207,15 @@ def end_token_ids(model: Any) -> frozenset[int]:
     if value is None:
         raise ValueError("the model names no end-of-sequence token: set eos_token_id in its generation_config.json")
     return frozenset([value] if isinstance(value, int) else value)
+
+
+def _close_gaps(ended: Tensor) -> Tensor:
+    """[M] the rows that go on, in an order that leaves those among the first M where they are."""
+    going = torch.nonzero(~ended)[:, 0]
+    count = len(going)
+    places = torch.arange(count, device=ended.device)
+    places[ended[:count]] = going[going >= count]
+    return places
 
 
 def _unique_neighbours(prompts: Sequence[Sequence[int]]) -> tuple[list[Sequence[int]], Tensor]:

@@ -34,9 +34,9 @@ class Arithmetic:
     name: ClassVar[str] = "arithmetic"
     inline_verifier: ClassVar[bool] = True
 
-    digits: Annotated[int, Doc("Digits of each number; the embedded model knows 4.")] = 4
-    train_problems: Annotated[int, Doc("Problems to train on.")] = 8192
-    heldout_problems: Annotated[int, Doc("Problems to evaluate on, never trained on.")] = 256
+    digits: Annotated[int, Doc("digits of each number; the embedded model knows 4")] = 4
+    train_problems: Annotated[int, Doc("problems to train on")] = 8192
+    heldout_problems: Annotated[int, Doc("problems to evaluate on, never trained on")] = 256
 
     def __post_init__(self) -> None:
         if self.digits < 1:

@@ -29,6 +29,8 @@ class ReasoningGym:
     iterate over sets: to get the same problems in another process, set PYTHONHASHSEED.
     """
 
+    name: ClassVar[str] = "reasoning_gym"
+    needs: ClassVar[str] = "extra 'reasoning-gym'"
     inline_verifier: ClassVar[bool] = False
 
     dataset: Annotated[str, Doc("name of the data set in reasoning-gym, for example leg_counting")]

@@ -33,8 +33,14 @@ class Field(NamedTuple):
 
     @property
     def type(self) -> str:
-        """What it takes, in words; alternatives are separated by bars."""
-        return _type_text(self.hint)
+        """What it takes, in words, alternatives separated by bars; ConfigError if no configuration can hold it."""
+        try:
+            return _type_text(self.hint)
+        except TypeError:
+            raise ConfigError(
+                f"the field {self.name} is {self.hint}, which a configuration cannot hold: take bool, int, float, "
+                "str, a Literal or tuple of these, or one of them | None"
+            ) from None
 
     @property
     def choices(self) -> str:
@@ -51,7 +57,7 @@ class Field(NamedTuple):
 
 
 def fields(cls: Any) -> dict[str, Field]:
-    """The fields of a dataclass by name; raises ConfigError for a type that no configuration can spell."""
+    """The fields of a dataclass by name; raises ConfigError for annotations that cannot be read."""
     try:
         hints = get_type_hints(cls, include_extras=True)
     except NameError as error:
@@ -96,10 +102,7 @@ def _type_text(hint: Any) -> str:
         return f"{_type_text(_but_none(args))}|none"
     if origin is tuple and args:
         return f"list of {', '.join(_type_text(item) for item in args if item is not Ellipsis)}"
-    raise ConfigError(
-        f"a configuration cannot hold {hint}: take bool, int, float, str, a Literal or a tuple of these, "
-        "or one of them | None"
-    )
+    raise TypeError(hint)
 
 
 def _but_none(args: tuple[Any, ...]) -> Any:

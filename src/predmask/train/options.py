@@ -189,7 +189,8 @@ def _choose(section: str, name: Any) -> tuple[type, dict[str, Any]]:
             cls, implied = parse_task(name)
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        if "name" in fields(cls):
+        types = {field.name: field.type for field in fields(cls).values()}  # an unfit type is an error here
+        if "name" in types:
             raise ConfigError(f"task {name!r} has a field called name, which chooses the task: call it otherwise")
         return cls, implied
     if not isinstance(name, str) or name not in table:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,7 @@ from predmask.core import (
     token_weights,
 )
 from predmask.rollout import Engine, Rollout
-from predmask.tasks import Problem
+from predmask.tasks import Problem, Split, Task
 from predmask.tasks.sampling import PromptSampler
 from predmask.tasks.verifier import Verifier
 from predmask.train.agreement import Agreement, check_agreement
@@ -60,11 +60,11 @@ class Trainer:
         if config.threads:
             torch.set_num_threads(config.threads)
         self.model, self.tokenizer = load_policy(config.model, self.device)
+        self.prompts = PromptSampler(problems_of(config.task, "train"), config.seed)
+        self.heldout = problems_of(config.task, "heldout")[: config.eval.prompts]
         self._check_model()
         self.engine = config.engine.start(self.model) if engine is None else engine
         self.verifier = Verifier(config.task)
-        self.prompts = PromptSampler(config.task.problems("train"), config.seed)
-        self.heldout = config.task.problems("heldout")[: config.eval.prompts]
         self.version = 0
         """Optimiser steps so far."""
         self.agreement: Agreement | None = None
@@ -237,12 +237,31 @@ class Trainer:
         return self.config.rollout.group_size
 
     def _check_model(self) -> None:
-        vocabulary_size = self.model.config.vocab_size
-        if self.config.rollout.top_k > vocabulary_size:
+        """What the configuration asks of the model, before anything is sampled."""
+        name, settings, rollout = self.config.model, self.model.config, self.config.rollout
+        if rollout.top_k > settings.vocab_size:
             raise ConfigError(
-                f"rollout.top_k is {self.config.rollout.top_k}, but model {self.config.model!r} has a vocabulary of "
-                f"{vocabulary_size}; choose at most that"
+                f"rollout.top_k is {rollout.top_k}, but model {name!r} has a vocabulary of {settings.vocab_size}; "
+                "choose at most that"
             )
+        context = getattr(settings, "max_position_embeddings", math.inf)
+        longest = max(len(encode(self.tokenizer, problem)) for problem in self.heldout)
+        if longest + rollout.max_new_tokens > context:
+            raise ConfigError(
+                f"rollout.max_new_tokens is {rollout.max_new_tokens}, which with prompts of up to {longest} tokens is "
+                f"more than the context of model {name!r}, {context}; lower it"
+            )
+
+
+def problems_of(task: Task, split: Split) -> Sequence[Problem]:
+    """The problems of a split; ConfigError when the task cannot give any."""
+    try:
+        problems = task.problems(split)
+    except ValueError as error:
+        raise ConfigError(f"task: {error}") from error
+    if not problems:
+        raise ConfigError(f"task {type(task).__name__} has no problems in its split {split!r}")
+    return problems
 
 
 def mask_can_fire(config: Config) -> str | None:

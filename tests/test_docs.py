@@ -1,0 +1,45 @@
+"""What the documentation says is what the code does."""
+
+from __future__ import annotations
+
+import doctest
+import re
+from pathlib import Path
+
+import pytest
+
+from predmask.core import DIVERGENCES, RULES, TAILS
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+
+
+def test_the_examples_of_the_method_hold() -> None:
+    failures, examples = doctest.testfile(str(ROOT / "docs" / "method.md"), module_relative=False)
+    assert failures == 0
+    assert examples > 30
+
+
+def test_the_readme_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    assert len(blocks) == 1
+    exec(compile(blocks[0], "README.md", "exec"), {})
+    assert "kept" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", [*RULES, *DIVERGENCES, *TAILS])
+def test_the_method_page_names_everything(name: str) -> None:
+    assert f"`{name}`" in (ROOT / "docs" / "method.md").read_text()
+
+
+def test_the_tree_in_the_architecture_page_exists() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    for name in re.findall(r"^    ([\w/]+\.py)(?:, ([\w/]+\.py))?", text, flags=re.MULTILINE):
+        for file in filter(None, name):
+            assert list((ROOT / "src").rglob(file)), file
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_inside_the_repository_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+        assert (page.parent / target).exists(), target
