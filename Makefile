@@ -5,9 +5,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-# Waiting threads sleep instead of spinning: on a busy machine that is many times faster.
-export OMP_WAIT_POLICY = passive
-
 .PHONY: help train test lint format bench figures clean
 
 help:  ## show this help
@@ -32,9 +29,9 @@ format: $(VENV)/.dev  ## format the code
 bench: $(VENV)/.dev  ## benchmarks: sampling throughput against transformers.generate
 	$(BIN)/python benchmarks/rollout_throughput.py
 
-figures: $(VENV)/.dev  ## train every rule over several seeds, and draw the README's figures (half an hour)
-	$(BIN)/python scripts/stress_study.py
-	$(BIN)/python scripts/draw_figures.py
+figures: $(VENV)/.dev  ## train and draw what the README's figures show (half an hour)
+	$(BIN)/python scripts/make_figures.py run
+	$(BIN)/python scripts/make_figures.py stress
 
 clean:  ## remove the virtual environment and caches (runs/ stays)
 	rm -rf $(VENV) .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -59,11 +59,11 @@ def random_qwen3(
         head_dim=32,
         max_position_embeddings=512,
         tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=vocabulary,  # no such id: the response goes on to its length limit
-        pad_token_id=0,
     )
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model: Any = AutoModelForCausalLM.from_config(config).eval()
+    # No such id: every response goes on to its length limit.
+    model.generation_config.eos_token_id = vocabulary
+    model.generation_config.pad_token_id = 0
     prompts = torch.randint(vocabulary, (sequences, prompt_length)).tolist()
     millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     title = f"random Qwen3, {millions:.1f}M parameters, V = {vocabulary:,}, {sequences} x {max_new_tokens} tokens"
@@ -114,7 +114,8 @@ def with_generate(case: Case, top_k: int, seed: int) -> int:
     records = [torch.stack(parts, dim=1) for parts in (logp, topk_ids, topk_logp) if parts]
     ends = tokens == case.model.generation_config.eos_token_id
     valid = (ends.cumsum(-1) - ends.long()) == 0  # up to the first end, that one included
-    return len([record[valid] for record in records][0])
+    flat = [record[valid] for record in records]
+    return len(flat[0])
 
 
 def tokens_per_cpu_second(run: Callable[[Case, int, int], int], case: Case, top_k: int, seed: int) -> float:

@@ -178,14 +178,13 @@ def main() -> None:
     args = parser.parse_args()
     FIGURES.mkdir(parents=True, exist_ok=True)
     if args.what == "run":
-        (FIGURES / "run.json").write_text(
-            json.dumps(train("arithmetic", {}), indent=None).replace("}, {", "},\n{") + "\n"
-        )
+        records = json.dumps(train("arithmetic", {})).replace("}, {", "},\n{")
+        (FIGURES / "run.json").write_text(records + "\n")
     if args.what == "stress":
         study(SEEDS, args.workers)
-    if args.what != "stress":
+    if args.what in ("run", "draw"):
         draw_run()
-    if args.what != "run":
+    if args.what in ("stress", "draw"):
         draw_stress()
         print(table(json.loads((FIGURES / "stress.json").read_text())))
 

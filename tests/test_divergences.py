@@ -32,10 +32,10 @@ def test_every_divergence_has_a_reference():
 def test_values(name, case):
     divergence = get_divergence(name)
     behaviour, policy = case.supports()
-    assert divergence(*case.full()).item() == pytest.approx(DIVERGENCE[name](case.mu, case.pi), abs=1e-12)
-    assert divergence(behaviour, policy).item() == pytest.approx(case.topk_divergence(name), abs=1e-12)
+    assert divergence(*case.full()).item() == pytest.approx(DIVERGENCE[name](case.mu, case.pi), abs=1e-8)
+    assert divergence(behaviour, policy).item() == pytest.approx(case.topk_divergence(name), abs=1e-8)
     binary = divergence(behaviour.binary(), policy.binary()).item()
-    assert binary == pytest.approx(case.binary_divergence(name), abs=1e-12)
+    assert binary == pytest.approx(case.binary_divergence(name), abs=1e-8)
 
 
 @ALL
@@ -46,9 +46,9 @@ def test_fewer_categories_never_see_more(name, case):
     behaviour, policy = case.supports()
     binary = divergence(behaviour.binary(), policy.binary()).item()
     topk, full = divergence(behaviour, policy).item(), divergence(*case.full()).item()
-    assert 0 <= binary <= topk + 1e-12
-    assert topk <= full + 1e-12
-    assert full <= divergence.upper_bound + 1e-12
+    assert 0 <= binary <= topk + 1e-8
+    assert topk <= full + 1e-8
+    assert full <= divergence.upper_bound + 1e-8
 
 
 @ALL
@@ -139,6 +139,8 @@ def test_nan_is_not_swallowed(name):
     )
     assert torch.isfinite(get_divergence(name)(behaviour, policy)).all()
     assert torch.isnan(get_divergence(name)(spoilt, policy)).all()
+    too_much, policy = record([0.9, 0.8], [0.5, 0.5], 2)
+    assert torch.isnan(get_divergence(name)(too_much, policy)).all()
 
 
 @ALL

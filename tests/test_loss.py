@@ -2,6 +2,7 @@
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from predmask import (
     CISPO,
     DPPO,
     RULES,
+    BehaviourSupport,
     NoMask,
     PolicySupport,
     PPOClip,
@@ -65,6 +67,13 @@ def test_large_ratio_with_negative_advantage_and_the_cap():
     decision = PPOClip(eps_low=0.2, eps_high=0.2)(*ratios([8.0]), advantage)
     assert -policy_loss(torch.zeros(1), decision, advantage, weights).item() == pytest.approx(-8)
     assert -policy_loss(torch.zeros(1), decision, advantage, weights, ratio_cap=3).item() == pytest.approx(-3)
+
+
+def test_no_gradient_reaches_the_advantage():
+    advantage = torch.tensor([-1.0], requires_grad=True)
+    decision = NoMask()(*ratios([2.0]), advantage)
+    policy_loss(torch.zeros(1, requires_grad=True), decision, advantage, torch.ones(1)).backward()
+    assert advantage.grad is None
 
 
 def test_cap_is_checked():
@@ -237,3 +246,24 @@ def test_dropped_tokens_have_no_gradient():
         policy_loss(policy.logp[:, 0], decision, advantage, torch.ones(60)).backward()
         assert torch.equal(scores.grad.abs().sum(-1) > 0, decision.keep)
         assert decision.dropped.any()
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm"])
+def test_padded_batches_weigh_like_flat_ones(aggregation: Any) -> None:
+    counted = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]], dtype=torch.bool)
+    sequence = torch.arange(3)[:, None].expand(3, 4)
+    padded = token_weights(counted, sequence, aggregation, horizon=4)
+    flat = token_weights(counted[counted], sequence[counted], aggregation, horizon=4)
+    assert torch.equal(padded[counted], flat)
+    assert not padded[~counted].any()
+
+
+def test_advantages_of_sequences_do_not_stretch_along_tokens() -> None:
+    logp = torch.zeros(3, 3)
+    support = BehaviourSupport.from_topk(torch.zeros(3, 3, dtype=torch.int64), logp - 1)
+    policy = PolicySupport.from_logits(torch.zeros(3, 3, 4), support)
+    with pytest.raises(ValueError, match=r"advantage\[:, None\]"):
+        PPOClip()(support, policy, torch.ones(3))
+    decision = PPOClip()(support, policy, torch.ones(3, 1))
+    with pytest.raises(ValueError, match=r"advantage\[:, None\]"):
+        policy_loss(logp, decision, torch.ones(3), torch.ones(3, 3))

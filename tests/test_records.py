@@ -98,6 +98,13 @@ def test_unknown_entries_do_not_disturb_the_order(order):
     assert rollout.topk_ids.tolist() == [[3, 2]]
 
 
+def test_position_with_too_few_known_entries_is_unknown():
+    """Even where the sampled token is known: its top-K is not."""
+    rollout = rollout_from_entries([[1]], [[5]], [[{5: -0.2, 6: None}]], top_k=2).check(top_k=2, vocabulary_size=8)
+    assert torch.isnan(rollout.logp).all()
+    assert rollout_from_entries([[1]], [[5]], [[{5: -0.2, 6: None}]], top_k=1).logp.item() == pytest.approx(-0.2)
+
+
 def test_engine_that_caps_its_log_probs():
     """vLLM 16546: 50 asked for, 20 finite, 30 -inf: the error names the cap."""
     entry = {i: (-3.0 - 0.01 * i if i < 20 else -INF) for i in range(50)}

@@ -104,8 +104,10 @@ def test_mass_above_one_by_rounding_gives_no_tail(dtype):
         assert torch.isfinite(get_divergence(name)(behaviour, policy)).all()
 
 
-def test_mass_far_above_one_is_unusable():
-    assert torch.isnan(record(0, math.log(0.6), [0, 1], [math.log(0.6), math.log(0.5)]).log_tail).all()
+@pytest.mark.parametrize("topk_logp", [[math.log(0.6), math.log(0.5)], [math.nan, math.log(0.3)]])
+def test_impossible_records_are_unusable(topk_logp):
+    """Mass far above 1, and NaN even where the sampled token's own entry holds it."""
+    assert torch.isnan(record(0, math.log(0.6), [0, 1], topk_logp).log_tail).all()
 
 
 @pytest.mark.parametrize("row", [[3.0, 2.0, 1.0], [-4.0, -5.0, -6.0], [-1.0, math.nan, -1.0]])

@@ -26,6 +26,8 @@ _EXTRAS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 2 for a user's mistake, 130 when interrupted."""
+    # Before torch is loaded: waiting threads sleep, for on a busy machine spinning ones are many times slower.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         return _run(argv)
     except KeyboardInterrupt:

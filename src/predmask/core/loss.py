@@ -7,7 +7,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from predmask.core.rules.base import MaskDecision
+from predmask.core.rules.base import MaskDecision, per_token
 from predmask.core.segments import segment_index, segment_sum
 
 Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm"]
@@ -21,14 +21,14 @@ def token_weights(
     horizon: int | None = None,
     denominator: float | None = None,
 ) -> Tensor:
-    """[N] the weight of each token in the loss of one whole optimiser step; sum of (weight · loss) is the loss.
+    """[...] the weight of each token in the loss of one whole optimiser step; sum of (weight · loss) is the loss.
 
     Weights belong to the global batch: compute them once for all tokens of the step and slice them for
     micro-batches, and any split gives the same loss and gradient.
 
     Args:
-        counted: [N] bool, tokens that the average runs over; the others weigh 0.
-        sequence: [N] ids of the response that each token belongs to.
+        counted: [...] bool, tokens that the average runs over; the others weigh 0.
+        sequence: [...] ids of the response that each token belongs to, in the same shape.
         aggregation: `token_mean`, 1 / tokens (DAPO, arXiv 2503.14476); `seq_mean_token_mean`,
             1 / (sequences · tokens of the sequence) (GRPO, arXiv 2402.03300); `seq_mean_token_sum_norm`,
             1 / (sequences · horizon) (Dr. GRPO, arXiv 2503.20783).
@@ -42,6 +42,8 @@ def token_weights(
         raise ValueError(f"unknown aggregation {aggregation!r}; choose one of {', '.join(get_args(Aggregation))}")
     if denominator is not None and not denominator > 0:
         raise ValueError(f"denominator is {denominator}; it must be above 0")
+    if counted.shape != sequence.shape:
+        raise ValueError(f"counted {tuple(counted.shape)} and sequence {tuple(sequence.shape)} must have one shape")
     weights = counted.double()
     if aggregation == "token_mean":
         return (weights / (denominator or weights.sum().clamp(min=1))).float()
@@ -72,13 +74,13 @@ def policy_loss(
     Args:
         logp: [...] log pi_k of the sampled tokens, with gradient.
         decision: what the rule decided for them.
-        advantage: [...] or broadcastable.
+        advantage: [...], or broadcastable with as many dimensions.
         weights: [...] from `token_weights`.
         ratio_cap: C, the cap of the detached importance weight; None for no cap.
     """
     if ratio_cap is not None and not ratio_cap > 0:
         raise ValueError(f"ratio_cap is {ratio_cap}; it must be above 0 (None for no cap)")
     importance = decision.weight if ratio_cap is None else decision.weight.clamp(max=ratio_cap)
-    coefficient = torch.where(decision.keep, weights * importance * advantage, 0.0).detach()
+    coefficient = torch.where(decision.keep, weights * importance * per_token(advantage, logp), 0.0).detach()
     kept = torch.where(decision.keep, logp, 0.0)
     return -(coefficient * (kept - kept.detach() + 1.0)).sum()

@@ -9,11 +9,12 @@ from torch import Tensor
 
 
 def segment_index(ids: Tensor) -> tuple[Tensor, int]:
-    """Number arbitrary ids 0, 1, ...: the [N] index of each entry's id, and how many ids there are."""
+    """Number arbitrary ids 0, 1, ...: the [...] index of each entry's id, and how many ids there are."""
     _, index = cast("tuple[Tensor, Tensor]", torch.unique(ids, return_inverse=True))  # pyright: ignore[reportUnknownMemberType]
     return index, int(index.max()) + 1 if index.numel() else 0
 
 
 def segment_sum(values: Tensor, index: Tensor, size: int) -> Tensor:
     """[size] float64 sums of the values with the same index."""
-    return torch.zeros(size, dtype=torch.float64, device=values.device).index_add(0, index, values.double())
+    sums = torch.zeros(size, dtype=torch.float64, device=values.device)
+    return sums.index_add(0, index.flatten(), values.double().flatten())

@@ -29,6 +29,9 @@ class InPlaceLayer(DynamicLayer):
     The `DynamicLayer` of transformers copies everything for each token, and whenever a row leaves the batch.
     """
 
+    keys: Any
+    values: Any
+
     def __init__(self) -> None:
         super().__init__()
         self._room: tuple[Tensor, Tensor] | None = None

@@ -47,10 +47,16 @@ class NumericsCopy:
     """A copy of a causal language model that computes in other numerics than the original."""
 
     def __init__(self, model: nn.Module, numerics: Numerics) -> None:
+        if numerics not in MISMATCH_TOLERANCES:
+            raise ValueError(f"numerics is {numerics!r}; choose one of {', '.join(MISMATCH_TOLERANCES)}")
         self.numerics = numerics
         self.model = copy.deepcopy(model).eval().requires_grad_(False)
         if numerics == "bfloat16":
-            self.model.to(torch.bfloat16)
+            # The weights alone: rounded rotary frequencies (a buffer) would turn far positions by whole radians.
+            for parameter in self.model.parameters():
+                parameter.data = parameter.data.to(torch.bfloat16)
+        if numerics in _WEIGHTS:
+            self._check_layers()
         if numerics in _ACTIVATIONS:
             for layer in self._layers():
                 layer.register_forward_pre_hook(_rounding_hook(_ACTIVATIONS[numerics]))
@@ -63,6 +69,17 @@ class NumericsCopy:
         if self.numerics in _WEIGHTS:
             for layer in self._layers():
                 layer.weight.copy_(_WEIGHTS[self.numerics](layer.weight))
+
+    def _check_layers(self) -> None:
+        """Every matrix must be in a linear layer or an embedding: a copy that rounds only a part is none."""
+        rounded = [module for module in self.model.modules() if isinstance(module, (nn.Linear, nn.Embedding))]
+        known = {id(parameter) for module in rounded for parameter in module.parameters()}
+        for name, parameter in self.model.named_parameters():
+            if parameter.ndim > 1 and id(parameter) not in known:
+                raise ValueError(
+                    f"numerics {self.numerics!r} rounds linear layers, but {name} of {type(self.model).__name__} is in "
+                    "none; use numerics 'bfloat16' or 'float32'"
+                )
 
     def _layers(self) -> list[nn.Linear]:
         head = self.model.get_output_embeddings()  # pyright: ignore[reportCallIssue]

@@ -152,11 +152,12 @@ class Rollout:
 
     def _check_mass(self) -> None:
         known = self.sampled & ~torch.isnan(self.logp)
-        if (self.logp[known] > MASS_TOLERANCE).any() or torch.isinf(self.logp[known]).any():
-            worst = self.logp[known].abs().max()
+        logp = self.logp[known]
+        impossible = logp[(logp > MASS_TOLERANCE) | torch.isinf(logp)]
+        if impossible.numel():
             raise RolloutError(
-                f"a sampled token has log-prob {float(worst):+.4g} in absolute value, but a token that was sampled "
-                "has a finite log-prob of at most 0"
+                f"a sampled token has log-prob {float(impossible[0]):.4g}; what was sampled has a finite log-prob of "
+                "at most 0 (None or NaN stands for unknown)"
             )
         mass = torch.logsumexp(self.topk_logp[known], dim=-1).exp() if self.top_k else torch.zeros(0)
         if (mass > 1 + MASS_TOLERANCE).any():
@@ -184,43 +185,43 @@ def rollout_from_entries(
             "needs the token ids of each response (text cannot be turned back into the sampled ids)"
         )
     logp: list[float] = []
-    ids_rows: list[list[int]] = []
-    logp_rows: list[list[float]] = []
+    topk: list[list[tuple[float, int]]] = []
     for sequence, (response, positions) in enumerate(zip(responses, entries, strict=True)):
         if len(response) != len(positions):
             raise RolloutError(f"response {sequence} has {len(response)} tokens but {len(positions)} log-probs")
         for position, (token, entry) in enumerate(zip(response, positions, strict=True)):
-            if token not in entry:
-                raise RolloutError(
-                    f"response {sequence}, token {position}: the sampled id {token} is not among the returned ids "
-                    f"{sorted(entry)}"
-                )
-            known = {i: v for i, v in entry.items() if v is not None and not math.isnan(v)}
-            logp.append(known.get(token, math.nan))
-            top = sorted((-v, i) for i, v in known.items())[:top_k]
-            if len(top) < top_k and len(known) < len(entry):
-                # An unknown entry leaves its whole position unknown, not one log-prob short.
-                top += [(math.inf, i) for i in entry if i not in known][: top_k - len(top)]
-                logp[-1] = math.nan
-            ids_rows.append([i for _, i in top])
-            logp_rows.append([-v for v, _ in top])
-    ragged = next((i for i, row in enumerate(ids_rows) if len(row) != top_k), None)
-    if ragged is not None:
-        raise RolloutError(
-            f"token {ragged}: {len(ids_rows[ragged])} log-probs were returned, but top-{top_k} was asked for"
-        )
+            try:
+                value, row = _position(token, entry, top_k)
+            except RolloutError as error:
+                raise RolloutError(f"response {sequence}, token {position}: {error}") from None
+            logp.append(value)
+            topk.append(row)
     total = len(logp)
     return Rollout(
         prompts=tuple(tuple(prompt) for prompt in prompts),
         lengths=torch.tensor([len(response) for response in responses], dtype=torch.int64),
         tokens=torch.tensor([t for response in responses for t in response], dtype=torch.int64),
         logp=torch.tensor(logp, dtype=torch.float32),
-        topk_ids=torch.tensor(ids_rows, dtype=torch.int64).reshape(total, top_k),
-        topk_logp=torch.tensor(logp_rows, dtype=torch.float32).reshape(total, top_k),
+        topk_ids=torch.tensor([[i for _, i in row] for row in topk], dtype=torch.int64).reshape(total, top_k),
+        topk_logp=torch.tensor([[v for v, _ in row] for row in topk], dtype=torch.float32).reshape(total, top_k),
         sampled=torch.ones(total, dtype=torch.bool),
         version=torch.full((total,), version, dtype=torch.int64),
         finished=torch.tensor(finished if finished is not None else [True] * len(prompts), dtype=torch.bool),
     )
+
+
+def _position(token: int, entry: Mapping[int, float | None], top_k: int) -> tuple[float, list[tuple[float, int]]]:
+    """The sampled token's log-prob at one position, and the top-K as (log-prob, id), likeliest first."""
+    if token not in entry:
+        raise RolloutError(f"the sampled id {token} is not among the returned ids {sorted(entry)}")
+    known = {i: v for i, v in entry.items() if v is not None and not math.isnan(v)}
+    top = sorted(((v, i) for i, v in known.items()), key=lambda pair: (-pair[0], pair[1]))[:top_k]
+    if len(entry) < top_k:
+        raise RolloutError(f"{len(entry)} log-probs were returned, but top-{top_k} was asked for")
+    if len(top) < top_k:
+        # An unknown entry leaves its whole position unknown, not one log-prob short.
+        return math.nan, [(-math.inf, i) for i in list(entry)[:top_k]]
+    return known.get(token, math.nan), top
 
 
 def _expect_length(name: str, value: Tensor, length: int) -> None:

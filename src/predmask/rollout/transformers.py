@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -85,18 +86,15 @@ class TransformersEngine:
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, generator: torch.Generator) -> Rollout:
         """Sample one response a prompt, `batch_size` at a time; equal neighbouring prompts share their prefill.
 
-        Raises RolloutError for an empty prompt, a K above the vocabulary and a length above the model's context.
+        Raises RolloutError for an empty prompt, an id or a K above the vocabulary, a length above the model's
+        context, and logits that are not finite.
         """
         self._check(prompts, sampling)
-        training = self._model.training
-        self._model.eval()
-        try:
+        with _evaluation_mode(self._model):
             steps: list[_Step] = []
             for first in range(0, len(prompts), self._batch_size):
                 batch = prompts[first : first + self._batch_size]
                 steps += self._generate_batch(batch, first, sampling, generator)
-        finally:
-            self._model.train(training)
         return _assemble(prompts, steps, self._end_ids, self._version)
 
     def _check(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
@@ -106,6 +104,12 @@ class TransformersEngine:
         for index, prompt in enumerate(prompts):
             if not prompt:
                 raise RolloutError(f"prompt {index} is empty; a prompt needs at least one token")
+            unknown = next((token for token in prompt if not 0 <= token < config.vocab_size), None)
+            if unknown is not None:
+                raise RolloutError(
+                    f"prompt {index} holds id {unknown}, but the model has ids 0 to {config.vocab_size - 1}; do "
+                    "tokenizer and model belong together?"
+                )
         if sampling.top_k > config.vocab_size:
             raise RolloutError(
                 f"top_k is {sampling.top_k}, but the model's vocabulary has {config.vocab_size} tokens; lower "
@@ -140,6 +144,18 @@ class TransformersEngine:
                 rows, tokens = rows[places.cpu()], tokens[places]
                 decoder.keep(places)
             logits = decoder.decode(tokens)
+
+
+@contextmanager
+def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """No dropout in here; each module goes back to its own mode afterwards."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 class _Decoder:
@@ -233,11 +249,13 @@ def _sample(logits: Tensor, rows: Tensor, sampling: Sampling, generator: torch.G
     """Draw the next token of each row, and record what it was drawn from."""
     scores = logits.float()
     if sampling.temperature == 0:
-        tokens = scores.argmax(-1)
+        highest, tokens = scores.max(-1)
+        _check_finite(highest)
         none = scores[:, :0]
         return _Step(rows, tokens, torch.zeros_like(scores[:, 0]), none.long(), none, None)
     scores = scores / sampling.temperature
     log_norm = torch.logsumexp(scores, dim=-1, keepdim=True)
+    _check_finite(log_norm)
     cumulative = (scores - log_norm).exp().cumsum(-1)
     # Uniform on (0, 1]: the first place where the sum reaches u has a probability above zero.
     uniform = 1 - torch.rand(len(rows), 1, generator=generator, device=generator.device).to(scores.device)
@@ -251,6 +269,13 @@ def _sample(logits: Tensor, rows: Tensor, sampling: Sampling, generator: torch.G
         topk_logp=top.values - log_norm,
         full_logp=scores - log_norm if sampling.record_full else None,
     )
+
+
+def _check_finite(values: Tensor) -> None:
+    if not torch.isfinite(values).all():
+        raise RolloutError(
+            "the model's logits are NaN or infinite; look at its weights (did training diverge?) and engine.numerics"
+        )
 
 
 def _assemble(prompts: Sequence[Sequence[int]], steps: list[_Step], end_ids: frozenset[int], version: int) -> Rollout:

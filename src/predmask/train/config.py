@@ -127,7 +127,7 @@ class Config:
     steps: Annotated[int, Doc("rollouts, each followed by its optimiser steps")] = 30
     seed: Annotated[int, Doc("seed of everything random; same seed, same machine: same run")] = 0
     device: Annotated[Literal["auto", "cpu", "cuda", "mps"], Doc("auto: cuda, else mps, else cpu")] = "auto"
-    threads: Annotated[int, Doc("CPU threads; 0: one for each physical core")] = 0
+    threads: Annotated[int, Doc("CPU threads; 0: as torch chooses (OMP_NUM_THREADS, else one a core)")] = 0
     output: Annotated[str | None, Doc("run directory; none: a new one under runs/")] = None
     tensorboard: Annotated[bool, Doc("write TensorBoard files too (extra 'tensorboard')")] = False
     task: Annotated[Task, Doc("what is learned: a name, reasoning_gym:NAME, or your own package.module:Class")] = field(

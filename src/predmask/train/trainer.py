@@ -29,9 +29,6 @@ from predmask.train.config import Config, ConfigError
 from predmask.train.evaluate import Accuracy, decode, encode, evaluate, is_right
 from predmask.train.models import load_policy, resolve_device
 
-AGREEMENT_RESPONSES = 32
-"""Responses of the first rollout on which engine and trainer are compared before any update."""
-
 
 class TrainingError(RuntimeError):
     """Training cannot go on; the text says why and what to change."""
@@ -221,7 +218,10 @@ class Trainer:
 
     @torch.no_grad()
     def _check_agreement(self, rollout: Rollout) -> None:
-        first = rollout.select(torch.arange(min(AGREEMENT_RESPONSES, len(rollout.prompts))))
+        """On one micro-batch, spread over the rollout's prompts."""
+        responses = len(rollout.prompts)
+        size = min(self.config.update.micro_batch_size, responses)
+        first = rollout.select(torch.arange(size) * responses // size)
         behaviour, policy = support_of(
             self.model, first, temperature=self.config.rollout.temperature, autocast=self.config.update.autocast
         )

@@ -123,11 +123,12 @@ class Rule(ABC):
         Args:
             behaviour: mu on the support, leading shape [...].
             policy: pi on the same support.
-            advantage: [...], of each token (or broadcastable, say [B, 1] for sequences).
+            advantage: [...], of each token (or broadcastable, such as [B, 1] for tokens [B, T]).
             mask: [...] bool, False for padding and for tokens that the policy did not sample.
 
         A non-finite log-prob, divergence, rate or advantage never slips through a comparison: such a token is
-        `Reason.UNKNOWN` and not kept. Raises ValueError when the rule needs top-K and the record has none.
+        `Reason.UNKNOWN` and not kept. Raises ValueError when the rule needs top-K and the record has none, and for
+        an advantage with another number of dimensions than the tokens.
         """
         if self.needs_topk and behaviour.top_k == 0:
             raise ValueError(
@@ -137,7 +138,7 @@ class Rule(ABC):
         policy = policy.detach()
         log_mu, log_pi = behaviour.logp[..., 0], policy.logp[..., 0]
         log_ratio = log_pi - log_mu
-        advantage = advantage.detach().to(log_ratio.dtype).expand(log_ratio.shape)
+        advantage = per_token(advantage, log_ratio)
         criteria = self.criteria(behaviour, policy)
         known = (
             torch.isfinite(log_ratio)
@@ -165,6 +166,17 @@ class Rule(ABC):
             reason=reason,
             weight=self.weight(log_ratio),
         )
+
+
+def per_token(advantage: Tensor, tokens: Tensor) -> Tensor:
+    """The advantage of each token, detached; ValueError when it has another number of dimensions."""
+    if advantage.ndim not in (0, tokens.ndim):
+        # [B] would silently stretch along the tokens of [B, T] where both are equally long.
+        raise ValueError(
+            f"advantage has shape {tuple(advantage.shape)} for tokens of shape {tuple(tokens.shape)}; give advantages "
+            "of sequences as advantage[:, None]"
+        )
+    return advantage.detach().to(tokens.dtype).expand(tokens.shape)
 
 
 def ratio_criteria(behaviour: BehaviourSupport, policy: PolicySupport, low: float, high: float) -> Criteria:
