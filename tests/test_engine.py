@@ -167,6 +167,17 @@ def test_one_possible_token(certain):
     assert rollout.topk_ids.unique().tolist() == [certain]
 
 
+@pytest.mark.parametrize("number", [0.0, 2**-24, 1 - 2**-24])
+def test_extreme_random_numbers(monkeypatch, number):
+    """The least and the largest numbers of `torch.rand` draw no impossible token either."""
+    drawn = []
+    monkeypatch.setattr(torch, "rand", lambda *size, **_: drawn.append(size) or torch.full(size, number))
+    for row in (SCORES, SCORES[::-1], [-INF, 0.0, -INF, -60.0, -INF]):
+        rollout = TransformersEngine(with_logits(row)).generate([[1]], sampling(max_new_tokens=1, top_k=1), seeded())
+        assert rollout.logp.isfinite().all()
+    assert drawn
+
+
 def test_equal_logits_are_sampled_evenly():
     row = [3.0] * 64
     tokens = TransformersEngine(with_logits(row)).generate([[1]] * 6400, sampling(max_new_tokens=1), seeded()).tokens

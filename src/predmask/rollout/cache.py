@@ -54,9 +54,8 @@ class InPlaceLayer(DynamicLayer):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Go on with these rows; one that stays in its place is not copied."""
-        if self._room is None or len(indices) > len(self.keys):
+        if self._room is None:  # nothing was decoded yet: prompts may be repeated here
             super().batch_select_indices(indices)
-            self._room = None
             return
         moved = torch.nonzero(indices != torch.arange(len(indices), device=indices.device))[:, 0]
         for states in (self.keys, self.values):
