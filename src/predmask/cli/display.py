@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -107,12 +108,12 @@ def closing_lines(summary: Summary, directory: Path) -> list[str]:
         f"{summary.status:<18} {summary.steps} steps, {summary.optimizer_steps} optimiser steps, "
         f"{summary.seconds:.0f} s",
         f"run directory      {directory}",
-        f"try next           predmask eval {directory}",
+        f"try next           {command()} eval {directory}",
     ]
     if summary.task == "arithmetic":
         lines += [
-            "                   predmask train arithmetic --rule dppo",
-            "                   predmask train arithmetic-stress --rule none    (without a mask it collapses)",
+            f"                   {command()} train arithmetic --rule dppo",
+            f"                   {command()} train arithmetic-stress --rule none    (without a mask it collapses)",
         ]
     return lines
 
@@ -127,6 +128,11 @@ def accuracy_lines(accuracy: Accuracy, *, temperature: float) -> list[str]:
         f"{f'at least one right (pass@{accuracy.samples})':<34}{accuracy.pass_at_n:>8.1%}",
         f"{'sampled answers cut at the limit':<34}{accuracy.truncated:>8.1%}",
     ]
+
+
+def command() -> str:
+    """What the user types to start this program: its name, or its path where no PATH leads to it."""
+    return "predmask" if shutil.which("predmask") or not sys.argv[0].endswith("predmask") else sys.argv[0]
 
 
 def _accuracy(accuracy: Accuracy) -> str:
