@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from helpers_training import (
     CachingEngine,
@@ -212,3 +214,12 @@ def test_cuda_is_used_where_there_is_one() -> None:
     trainer, figures = train(small({"device": "auto"}, steps=1))
     assert trainer.device.type == "cuda"
     assert figures[0]["tokens"] > 0
+
+
+def test_numerics_that_a_model_cannot_have_are_named(tmp_path: Path) -> None:
+    settings = transformers.GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2, eos_token_id=1)
+    transformers.GPT2LMHeadModel(settings).save_pretrained(tmp_path)
+    load_policy("embedded", torch.device("cpu"))[1].save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="engine: numerics 'fp8'"):
+        Trainer(small(model=str(tmp_path)))
+    assert Trainer(small({"engine": {"numerics": "bfloat16"}}, model=str(tmp_path))).version == 0

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ from predmask.core import (
     policy_loss,
     token_weights,
 )
-from predmask.rollout import Engine, Rollout
+from predmask.rollout import Engine, EngineConfig, Rollout
 from predmask.tasks import Problem, Split, Task
 from predmask.tasks.sampling import PromptSampler
 from predmask.tasks.verifier import Verifier
@@ -60,7 +61,7 @@ class Trainer:
         self.prompts = PromptSampler(problems_of(config.task, "train"), config.seed)
         self.heldout = problems_of(config.task, "heldout")[: config.eval.prompts]
         self._check_model()
-        self.engine = config.engine.start(self.model) if engine is None else engine
+        self.engine = engine or _start(config.engine, self.model)
         self.verifier = Verifier(config.task)
         self.version = 0
         """Optimiser steps so far."""
@@ -251,6 +252,14 @@ class Trainer:
                 f"rollout.max_new_tokens is {rollout.max_new_tokens}, which with prompts of up to {longest} tokens is "
                 f"more than the context of model {name!r}, {context}; lower it"
             )
+
+
+def _start(engine: EngineConfig, model: Any) -> Engine:
+    """The engine; ConfigError when it cannot serve this model."""
+    try:
+        return engine.start(model)
+    except ValueError as error:
+        raise ConfigError(f"engine: {error}") from error
 
 
 def problems_of(task: Task, split: Split) -> Sequence[Problem]:
