@@ -51,6 +51,16 @@ class SometimesUnscored(Arithmetic):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Fickle(Arithmetic):
+    """Arithmetic that rewards an even number of words: any model gets both rewards."""
+
+    name: ClassVar[str] = "fickle"
+
+    def score(self, problem: Problem, response: str) -> float:
+        return float(len(response.split()) % 2 == 0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class NoVerifier:
     """A task without a verifier."""
 

@@ -216,10 +216,25 @@ def test_cuda_is_used_where_there_is_one() -> None:
     assert figures[0]["tokens"] > 0
 
 
-def test_numerics_that_a_model_cannot_have_are_named(tmp_path: Path) -> None:
+@pytest.fixture
+def gpt2(tmp_path: Path) -> str:
+    """A tiny random model with dropout, which knows no quantised numerics."""
     settings = transformers.GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2, eos_token_id=1)
+    assert settings.resid_pdrop == 0.1
     transformers.GPT2LMHeadModel(settings).save_pretrained(tmp_path)
     load_policy("embedded", torch.device("cpu"))[1].save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+def test_numerics_that_a_model_cannot_have_are_named(gpt2: str) -> None:
     with pytest.raises(ConfigError, match="engine: numerics 'fp8'"):
-        Trainer(small(model=str(tmp_path)))
-    assert Trainer(small({"engine": {"numerics": "bfloat16"}}, model=str(tmp_path))).version == 0
+        Trainer(small(model=gpt2))
+
+
+def test_dropout_does_not_come_between_engine_and_trainer(gpt2: str) -> None:
+    config = small({"engine": {"numerics": "float32"}}, task="helpers_training:Fickle", model=gpt2)
+    trainer, figures = train(config)
+    assert trainer.agreement is not None
+    assert trainer.agreement.largest < 1e-4
+    assert trainer.version > 0
+    assert all(record["mismatch_kl"] < 1e-10 for record in figures)
