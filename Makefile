@@ -39,7 +39,9 @@ clean:  ## remove the virtual environment and caches (runs/ stays)
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "predmask needs Python 3.11 or newer; set PYTHON=/path/to/python3.11"; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+	@rm -rf $(VENV)
+	@$(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip --version > /dev/null \
+		|| { rm -rf $(VENV); echo "could not make a virtual environment (Debian: apt install python3-venv)"; exit 1; }
 
 $(VENV)/.train: $(BIN)/python pyproject.toml constraints.txt
 	@echo "installing into $(VENV) (once)"

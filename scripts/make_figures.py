@@ -4,7 +4,7 @@
     python scripts/make_figures.py stress    every rule under stress, over five seeds (half an hour on two cores)
     python scripts/make_figures.py draw      draw again from the figures' data
 
-Data and figures lie in docs/figures/. Runs that were done already are not repeated.
+Data and figures lie in docs/figures/.
 """
 
 from __future__ import annotations
@@ -40,12 +40,9 @@ RULES: dict[str, dict[str, Any]] = {
 
 def train(preset: str, layer: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The records of metrics.jsonl of one run, on one thread."""
-    from transformers.utils import logging
-
     from predmask.train import PRESETS, run
     from predmask.train.options import resolve
 
-    logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:
         config = resolve(PRESETS[preset].values, layer, {"threads": 1, "output": f"{folder}/run"})
         _, directory = run(config)
@@ -55,8 +52,8 @@ def train(preset: str, layer: Mapping[str, Any]) -> list[dict[str, Any]]:
 def study(seeds: Sequence[int], workers: int) -> None:
     """Train every rule under stress, and keep what was measured after each run."""
     path = FIGURES / "stress.json"
-    done: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
-    todo = [(rule, seed) for seed in seeds for rule in RULES if str(seed) not in done.get(rule, {})]
+    done: dict[str, dict[str, Any]] = {}
+    todo = [(rule, seed) for seed in seeds for rule in RULES]
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         futures = {
             pool.submit(train, "arithmetic-stress", {"rule": RULES[rule], "seed": seed}): (rule, seed)

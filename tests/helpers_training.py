@@ -68,6 +68,13 @@ class NoVerifier:
         return ()
 
 
+def recorded_as(rollout: Rollout, logp: torch.Tensor) -> Rollout:
+    """The rollout as an engine would have recorded it under other distributions [N, V]."""
+    top = logp.topk(rollout.top_k)
+    sampled = logp.gather(-1, rollout.tokens[:, None])[:, 0]
+    return dataclasses.replace(rollout, logp=sampled, topk_ids=top.indices, topk_logp=top.values, full_logp=None)
+
+
 class WrappedEngine:
     """A real engine whose rollouts are changed on their way to the trainer."""
 
@@ -97,11 +104,13 @@ class ShiftedEngine(WrappedEngine):
 
 
 class NoisyEngine(WrappedEngine):
-    """Log-probs off by a nat at random: no rounding, and no fault with a name."""
+    """Scores off by a nat at random: no rounding, and no fault with a name."""
 
-    def change(self, rollout: Rollout) -> Rollout:
-        noise = torch.randn(rollout.logp.shape, generator=torch.Generator().manual_seed(1)).abs()
-        return dataclasses.replace(rollout, logp=rollout.logp - noise)
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, generator: torch.Generator) -> Rollout:
+        full = self.inner.generate(prompts, dataclasses.replace(sampling, record_full=True), generator)
+        assert full.full_logp is not None
+        noise = torch.randn(full.full_logp.shape, generator=torch.Generator().manual_seed(1))
+        return recorded_as(full, (full.full_logp + noise).log_softmax(-1))
 
 
 class RawTemperatureEngine(WrappedEngine):
@@ -110,13 +119,7 @@ class RawTemperatureEngine(WrappedEngine):
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, generator: torch.Generator) -> Rollout:
         full = self.inner.generate(prompts, dataclasses.replace(sampling, record_full=True), generator)
         assert full.full_logp is not None
-        raw = (full.full_logp * sampling.temperature).log_softmax(-1)
-        return dataclasses.replace(
-            full,
-            logp=raw.gather(-1, full.tokens[:, None])[:, 0],
-            topk_logp=raw.gather(-1, full.topk_ids),
-            full_logp=None,
-        )
+        return recorded_as(full, (full.full_logp * sampling.temperature).log_softmax(-1))
 
 
 class CachingEngine(WrappedEngine):
@@ -144,6 +147,21 @@ class SampledOnlyEngine(WrappedEngine):
 
     def change(self, rollout: Rollout) -> Rollout:
         return dataclasses.replace(rollout, topk_ids=rollout.topk_ids[:, :0], topk_logp=rollout.topk_logp[:, :0])
+
+
+class ShuffledEngine(WrappedEngine):
+    """Answers in another order than it was asked."""
+
+    def change(self, rollout: Rollout) -> Rollout:
+        return rollout.select(torch.arange(len(rollout.prompts)).flip(0))
+
+
+class TopKElsewhereEngine(WrappedEngine):
+    """Returns the top-K of the position before, the sampled token's log-probs removed from doubt."""
+
+    def change(self, rollout: Rollout) -> Rollout:
+        ids, logp = rollout.topk_ids.roll(1, 0), rollout.topk_logp.roll(1, 0)
+        return dataclasses.replace(rollout, topk_ids=ids, topk_logp=logp)
 
 
 class ForgetfulEngine(WrappedEngine):

@@ -205,7 +205,8 @@ def test_a_missing_package_is_named_with_its_extra(
     monkeypatch.setitem(sys.modules, "tomlkit", None)
     assert main(["config"]) == 2
     assert capsys.readouterr().err == (
-        "predmask: error: the package tomlkit is missing: pip install 'predmask[train]'\n"
+        "predmask: error: the package tomlkit is missing: install predmask[train] "
+        "(in a clone: pip install -e '.[train]')\n"
     )
 
 

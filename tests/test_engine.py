@@ -154,7 +154,7 @@ def test_samples_follow_the_log_probs(temperature):
     counts = Counter(engine.generate([[1]] * draws, settings, seeded()).tokens.tolist())
     weights = [math.exp(score / temperature) for score in SCORES]
     possible = {token: draws * weight / sum(weights) for token, weight in enumerate(weights) if weight}
-    assert set(counts) == set(possible)  # none of the impossible tokens
+    assert set(counts) <= set(possible)  # none of the impossible tokens
     assert sum((counts[token] - expected) ** 2 / expected for token, expected in possible.items()) < 25.9
 
 

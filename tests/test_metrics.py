@@ -31,7 +31,7 @@ from reference import log_softmax, random_case, ratios, sampled_only, stack
 def figures(rule, supports, advantage, mask=None, staleness=None):
     """The rule's computed metrics."""
     decision = rule(*supports, torch.tensor(advantage), mask)
-    return mask_metrics(*supports, decision, mask=mask, staleness=staleness).compute()
+    return mask_metrics(*supports, decision, staleness=staleness).compute()
 
 
 def test_mask_fraction_by_the_sign_of_the_advantage():
@@ -76,12 +76,12 @@ def test_unknown_topk_spoils_no_mean():
         torch.tensor([[-1.0], [math.nan]]),
     )
     policy = PolicySupport.from_logits(torch.zeros(2, 3), behaviour)
-    for mask in (None, torch.tensor([True, False])):
+    for mask, unknown in ((None, 1), (torch.tensor([True, False]), 0)):
         decision = PPOClip()(behaviour, policy, torch.ones(2), mask)
         result = mask_metrics(behaviour, policy, decision)
         assert result.means["behaviour_kl"][1] == 1
         assert all(math.isfinite(value) for value in result.compute().values())
-        assert result.compute()["unknown_logprob_count"] == 1
+        assert result.compute()["unknown_logprob_count"] == unknown
 
 
 def test_which_tokens_are_hit():
@@ -131,7 +131,7 @@ def test_tokens_that_the_policy_did_not_sample_are_in_no_number():
         scores = torch.tensor(logits[:count], requires_grad=True)
         policy = PolicySupport.from_logits(scores, behaviour)
         decision = RULES[name]()(behaviour, policy, advantage[:count], mask[:count])
-        metrics = mask_metrics(behaviour, policy, decision, mask=mask[:count], staleness=staleness[:count])
+        metrics = mask_metrics(behaviour, policy, decision, staleness=staleness[:count])
         losses = []
         for aggregation in ("token_mean", "seq_mean_token_mean"):
             weights = token_weights(mask[:count], sequence[:count], aggregation)
@@ -211,7 +211,7 @@ def test_any_split_merges_to_the_figures_of_the_whole(name, cuts, seed):
         some = BehaviourSupport(**fields, top_k=behaviour.top_k)
         policy = PolicySupport.from_logits(torch.tensor(logits[index]), some)
         decision = RULES[name]()(some, policy, advantage[index], mask[index])
-        return mask_metrics(some, policy, decision, mask=mask[index], staleness=staleness[index])
+        return mask_metrics(some, policy, decision, staleness=staleness[index])
 
     order = generator.permutation(60)
     edges = [0, *sorted(cuts), 60]

@@ -194,8 +194,32 @@ def test_faults_are_named(field, value, match):
 
 def test_rounding_above_one_passes():
     rollout = two_responses()
-    changed = replace(rollout, logp=torch.tensor([1e-6, -3.0, -0.1]))
+    topk = torch.tensor([[1e-6, -9.0], [-0.2, -2.2], [-0.1, -3.0]])
+    changed = replace(rollout, logp=torch.tensor([1e-6, -3.0, -0.1]), topk_logp=topk)
     assert changed.check(top_k=2, vocabulary_size=8) is changed
+
+
+def test_sampled_and_topk_log_probs_belong_together():
+    rollout = two_responses()
+    elsewhere = replace(rollout, logp=torch.tensor([-0.5, -3.0, -0.1]))
+    with pytest.raises(RolloutError, match=r"token 0: the sampled id 5 has log-prob -0.5, but its entry .* is -0.3"):
+        elsewhere.check(top_k=2, vocabulary_size=8)
+    likelier = replace(rollout, logp=torch.tensor([-0.3, -1.0, -0.1]))
+    with pytest.raises(RolloutError, match=r"token 1: the sampled id 6 .* is missing"):
+        likelier.check(top_k=2, vocabulary_size=8)
+    rolled = replace(rollout, topk_ids=rollout.topk_ids.roll(1, 0), topk_logp=rollout.topk_logp.roll(1, 0))
+    with pytest.raises(RolloutError, match="one position and one temperature"):
+        rolled.check(top_k=2, vocabulary_size=8)
+
+
+def test_forced_tokens_need_no_topk():
+    rollout = two_responses()
+    ids, logp = rollout.topk_ids.clone(), rollout.topk_logp.clone()
+    ids[1], logp[1] = -1, -INF
+    forced = replace(rollout, topk_ids=ids, topk_logp=logp, sampled=torch.tensor([True, False, True]))
+    assert forced.check(top_k=2, vocabulary_size=8) is forced
+    with pytest.raises(RolloutError, match="id -1"):
+        replace(forced, sampled=rollout.sampled).check(top_k=2, vocabulary_size=8)
 
 
 def test_no_response_token_at_all():

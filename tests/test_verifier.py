@@ -103,6 +103,11 @@ def test_nothing_scored_stops_the_run_with_the_first_reason(verifier: Verifier) 
     assert counts(verifier) == {"raised": 2, "declined": 1}
 
 
+def test_a_task_may_decline_every_answer(verifier: Verifier) -> None:
+    assert score(verifier, "none", "none", "none", "none") == [None] * 4
+    assert counts(verifier) == {"declined": 4}
+
+
 def test_an_interrupt_leaves_no_stale_answer_behind(verifier: Verifier) -> None:
     assert both_started(verifier)
     threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()

@@ -17,6 +17,8 @@ def __getattr__(name: str) -> Any:
     # Not at import: the core imports torch, which `predmask --help` and a verifier's process do without.
     if name == "__all__" or not name.startswith("_"):
         core = importlib.import_module("predmask.core")
+        if name == "core":
+            return core
         if name == "__all__" or name in core.__all__:
             return getattr(core, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

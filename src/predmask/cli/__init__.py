@@ -13,7 +13,6 @@ from collections.abc import Sequence
 VERBS = ("train", "eval", "list", "config")
 
 _EXTRAS = {
-    "matplotlib": "figures",
     "numpy": "train",
     "reasoning_gym": "reasoning-gym",
     "safetensors": "train",
@@ -40,7 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         package = _missing_package(error)
         if package is None:
             raise
-        return _fail(f"the package {package} is missing: pip install 'predmask[{_EXTRAS[package]}]'")
+        extra = _EXTRAS[package]
+        return _fail(
+            f"the package {package} is missing: install predmask[{extra}] (in a clone: pip install -e '.[{extra}]')"
+        )
     except Exception as error:
         if not isinstance(error, _user_mistakes()):
             raise

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from predmask.train.directory import task_name
 from predmask.train.evaluate import Accuracy
 from predmask.train.run import Display, Summary
-from predmask.train.trainer import StepResult, Trainer, mask_can_fire
+from predmask.train.trainer import StepResult, Trainer
 
 
 class Console(Display):
@@ -31,9 +31,8 @@ class Console(Display):
         print(f"engine   {config.engine.name}{_numerics(config.engine)}")
         print(f"rule     {config.rule.name}: {config.rule.summary}")
         print(f"run      {directory}")
-        reason = mask_can_fire(config)
-        if reason is not None:
-            print(f"note     the mask can never drop a token: {reason}")
+        for note in trainer.notes:
+            print(f"note     {note}")
         self._bar = tqdm(
             total=config.steps, unit="step", leave=False, dynamic_ncols=True, disable=not sys.stderr.isatty()
         )
@@ -52,6 +51,8 @@ class Console(Display):
                     f"WARNING: that is more than the numerics explain (mean {tolerance:g}); do both use the same "
                     "weights, padding and dropout?"
                 )
+            if found.unknown:
+                self._print("WARNING: tokens whose log-probs are unknown are not trained on; see the engine's records")
         self._print(step_line(result, trainer.config.steps))
         if self._bar is not None:
             self._bar.update()
@@ -91,11 +92,15 @@ def step_line(result: StepResult, steps: int) -> str:
 
 def closing_lines(summary: Summary, directory: Path) -> list[str]:
     """The table of a run: before, after, what was masked, where everything lies, what to try next."""
+
+    def row(name: str, before: float | None, after: float | None) -> str:
+        return f"{name:<20}" + "".join(f"{'-' if value is None else f'{value:.1%}':>8}" for value in (before, after))
+
     lines = [
         "",
         f"{'held-out accuracy':<20}{'before':>8}{'after':>8}",
-        f"{'sampled':<20}{summary.accuracy_before:>8.1%}{summary.accuracy_after:>8.1%}",
-        f"{'greedy':<20}{summary.greedy_before:>8.1%}{summary.greedy_after:>8.1%}",
+        row("sampled", summary.accuracy_before, summary.accuracy_after),
+        row("greedy", summary.greedy_before, summary.greedy_after),
         "",
     ]
     if summary.masked_tokens:
@@ -104,6 +109,8 @@ def closing_lines(summary: Summary, directory: Path) -> list[str]:
             for row in summary.masked_tokens[:4]
         )
         lines.append(f"masked most often  {rows}")
+    if summary.steps and not summary.optimizer_steps:
+        lines.append("note               nothing was learned: in every group all rewards were equal")
     lines += [
         f"{summary.status:<18} {summary.steps} steps, {summary.optimizer_steps} optimiser steps, "
         f"{summary.seconds:.0f} s",
@@ -111,8 +118,9 @@ def closing_lines(summary: Summary, directory: Path) -> list[str]:
         f"try next           {command()} eval {directory}",
     ]
     if summary.task == "arithmetic":
+        other = "ppo_clip" if summary.rule == "dppo" else "dppo"
         lines += [
-            f"                   {command()} train arithmetic --rule dppo",
+            f"                   {command()} train arithmetic --rule {other}",
             f"                   {command()} train arithmetic-stress --rule none    (without a mask it collapses)",
         ]
     return lines
@@ -120,7 +128,7 @@ def closing_lines(summary: Summary, directory: Path) -> list[str]:
 
 def accuracy_lines(accuracy: Accuracy, *, temperature: float) -> list[str]:
     """The table of an evaluation; ± is one standard error over problems."""
-    spread = f"± {accuracy.sampled_error:.1%}"
+    spread = "" if accuracy.sampled_error is None else f"± {accuracy.sampled_error:.1%}"
     return [
         f"{'held-out problems':<34}{accuracy.prompts:>8}",
         f"{'greedy':<34}{accuracy.greedy:>8.1%}",

@@ -17,7 +17,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("run_dir", metavar="RUN_DIR", help="the directory of a run, such as runs/...")
     parser.add_argument("--prompts", type=_positive, help="held-out problems (default: all of the task's)")
     parser.add_argument("--samples", type=_positive, default=8, help="sampled answers a problem (default: 8)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
+    parser.add_argument("--seed", type=_natural, default=0, help="seed of the sampling (default: 0)")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
     return parser
 
@@ -47,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
             temperature=config.rollout.temperature,
             max_new_tokens=config.rollout.max_new_tokens,
             seed=args.seed,
+            batch_size=config.eval.batch_size,
         )
     for line in accuracy_lines(accuracy, temperature=config.rollout.temperature):
         print(line)
@@ -54,7 +55,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _positive(text: str) -> int:
-    value = int(text) if text.isdecimal() else 0
-    if value < 1:
+    if (value := _natural(text)) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
     return value
+
+
+def _natural(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
+    return int(text)

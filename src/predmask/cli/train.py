@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from typing import Any
 
@@ -32,17 +33,11 @@ def run(args: argparse.Namespace) -> int:
     from predmask.train import AgreementError, TrainingError
     from predmask.train import run as train
 
-    _quiet_libraries()
+    # Ended by a scheduler or by Ctrl-C, a run writes down what it has reached.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         train(config, display=Console())
     except (AgreementError, TrainingError) as error:
         print(f"predmask: error: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-def _quiet_libraries() -> None:
-    """Weights of the embedded model load at once; a progress bar for that is noise."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from predmask.core.precision import wide_dtype
 from predmask.core.segments import segment_index, segment_sum
 
 Baseline = Literal["mean", "leave_one_out"]
@@ -49,7 +50,7 @@ def group_advantages(
     if baseline not in ("mean", "leave_one_out"):
         raise ValueError(f"unknown baseline {baseline!r}; choose 'mean' or 'leave_one_out'")
     scored = ~torch.isnan(rewards)
-    known = rewards.double().nan_to_num(0.0)
+    known = rewards.to(wide_dtype(rewards.device)).nan_to_num(0.0)
     index, size = segment_index(groups)
     count = segment_sum(scored, index, size)
     mean = segment_sum(known, index, size) / count.clamp(min=1)

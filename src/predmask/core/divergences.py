@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from predmask.core.support import BehaviourSupport, PolicySupport, log_tiny
+from predmask.core.precision import log_tiny
+from predmask.core.support import BehaviourSupport, PolicySupport
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,14 @@ def categories(behaviour: BehaviourSupport, policy: PolicySupport) -> tuple[Tens
 
     The floor is the log of the smallest normal number: 0·log 0 is then 0 in value and in gradient, and a
     category that only one policy can reach weighs much, but not infinitely. NaN passes through.
+
+    mu's tail is one minus the rest, so below the rounding of that sum it is not known. Any mass in there is possible;
+    the one nearest to pi's is taken, which keeps the divergence a lower bound.
     """
-    log_mu = torch.cat([behaviour.logp, behaviour.log_tail[..., None]], dim=-1)
+    rounding = math.log(behaviour.logp.shape[-1] * torch.finfo(behaviour.logp.dtype).eps)
+    nearest = policy.log_tail.to(behaviour.log_tail.dtype).clamp(max=rounding)
+    mu_tail = torch.where(behaviour.log_tail < rounding, nearest, behaviour.log_tail)
+    log_mu = torch.cat([behaviour.logp, mu_tail[..., None]], dim=-1)
     log_pi = torch.cat([policy.logp, policy.log_tail[..., None]], dim=-1)
     # Where the support is the whole vocabulary, a tail is rounding only.
     has_tail = behaviour.valid.sum(-1) < policy.vocabulary_size

@@ -7,6 +7,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from predmask.core.precision import wide_dtype
 from predmask.core.rules.base import MaskDecision, per_token
 from predmask.core.segments import segment_index, segment_sum
 
@@ -44,7 +45,7 @@ def token_weights(
         raise ValueError(f"denominator is {denominator}; it must be above 0")
     if counted.shape != sequence.shape:
         raise ValueError(f"counted {tuple(counted.shape)} and sequence {tuple(sequence.shape)} must have one shape")
-    weights = counted.double()
+    weights = counted.to(wide_dtype(counted.device))
     if aggregation == "token_mean":
         return (weights / (denominator or weights.sum().clamp(min=1))).float()
     index, size = segment_index(sequence)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from predmask.core.divergences import get_divergence
+from predmask.core.precision import wide_dtype
 from predmask.core.rules.base import MaskDecision, Reason
 from predmask.core.segments import segment_index, segment_sum
 from predmask.core.support import BehaviourSupport, PolicySupport
@@ -30,7 +31,7 @@ class Metrics:
         """Add values to a mean."""
         if values.numel():
             total, count = self.means.get(name, (0.0, 0.0))
-            self.means[name] = (total + float(values.double().sum()), count + values.numel())
+            self.means[name] = (total + float(values.to(wide_dtype(values.device)).sum()), count + values.numel())
 
     def maximum(self, name: str, values: Tensor) -> None:
         """Add values to a maximum."""
@@ -69,10 +70,9 @@ def mask_metrics(
     policy: PolicySupport,
     decision: MaskDecision,
     *,
-    mask: Tensor | None = None,
     staleness: Tensor | None = None,
 ) -> Metrics:
-    """The curves of a masked update, over the tokens that the policy sampled and whose log-probs are known.
+    """The curves of a masked update, over the decision's response tokens whose log-probs are known.
 
     - `mask_frac`, and its parts `mask_frac_pos` and `mask_frac_neg` by the sign of the advantage;
     - `divergence_kept_*` and `divergence_masked_*`, mean and max of the rule's proximity value;
@@ -83,16 +83,17 @@ def mask_metrics(
     - `unknown_logprob_count` and `overflow_count` (ratio beyond the dtype), as totals.
 
     Args:
-        mask: [...] bool, False for padding and tokens that the policy did not sample.
+        behaviour: mu, as the rule read it.
+        policy: pi, as the rule read it.
+        decision: the rule's decision.
         staleness: [...] optimiser steps between the sampling of a token and this update.
     """
     policy = policy.detach()
     log_ratio = policy.logp[..., 0] - behaviour.logp[..., 0]
     unknown = decision.reason == Reason.UNKNOWN
-    live = torch.ones_like(unknown) if mask is None else mask.to(torch.bool).expand(unknown.shape)
     # A token of an unscored response has no reason to be unknown, but may still lack a log-prob.
     behaviour_kl = get_divergence("kl")(behaviour, policy)
-    known = live & ~unknown & torch.isfinite(log_ratio) & torch.isfinite(behaviour_kl)
+    known = decision.response_mask & ~unknown & torch.isfinite(log_ratio) & torch.isfinite(behaviour_kl)
     dropped = known & decision.dropped
     positive = decision.reason == Reason.DROPPED_POSITIVE
     metrics = Metrics()
@@ -111,7 +112,7 @@ def mask_metrics(
     if staleness is not None:
         metrics.mean("staleness_mean", staleness[known])
         metrics.maximum("staleness_max", staleness[known])
-    metrics.total("unknown_logprob_count", float((live & ~known).sum()))
+    metrics.total("unknown_logprob_count", float((decision.response_mask & ~known).sum()))
     metrics.total("overflow_count", float(overflow.sum()))
     return metrics
 

@@ -121,4 +121,6 @@ def full_kl_rate_bracket(behaviour: BehaviourSupport, policy: PolicySupport) -> 
     likeliest = torch.minimum(mu_tail, behaviour.log_kth.exp())
     by_mass = pi_tail * likeliest
     by_squares = (policy.tail_sum_squares * mu_tail * likeliest).sqrt()
-    return low, low + torch.minimum(by_mass, by_squares)
+    # Rounding of the sums, so that a certified sign is one.
+    slack = 8 * torch.finfo(low.dtype).eps
+    return low - slack, low + torch.minimum(by_mass, by_squares) + slack

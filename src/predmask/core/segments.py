@@ -7,6 +7,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from predmask.core.precision import wide_dtype
+
 
 def segment_index(ids: Tensor) -> tuple[Tensor, int]:
     """Number arbitrary ids 0, 1, ...: the [...] index of each entry's id, and how many ids there are."""
@@ -15,6 +17,7 @@ def segment_index(ids: Tensor) -> tuple[Tensor, int]:
 
 
 def segment_sum(values: Tensor, index: Tensor, size: int) -> Tensor:
-    """[size] float64 sums of the values with the same index."""
-    sums = torch.zeros(size, dtype=torch.float64, device=values.device)
-    return sums.index_add(0, index.flatten(), values.double().flatten())
+    """[size] wide sums of the values with the same index."""
+    wide = wide_dtype(values.device)
+    sums = torch.zeros(size, dtype=wide, device=values.device)
+    return sums.index_add(0, index.flatten(), values.to(wide).flatten())

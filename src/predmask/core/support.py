@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from predmask.core.precision import check_log_probs, log1mexp, log_tiny
+
 MASS_TOLERANCE = 1e-3
 """How far above 1 (`full`: from 1) the probabilities of one token may sum before the token counts as unknown."""
 
@@ -56,8 +58,8 @@ class BehaviourSupport:
             raise ValueError("topk_ids and topk_logp go together: give both or neither")
         if topk_ids is None or topk_logp is None:
             topk_ids, topk_logp = sampled.new_empty((*sampled.shape, 0)), logp.new_empty((*logp.shape, 0))
-        _check_dtype("logp", logp)
-        _check_dtype("topk_logp", topk_logp)
+        check_log_probs("logp", logp)
+        check_log_probs("topk_logp", topk_logp)
         if sampled.shape != logp.shape or topk_ids.shape != topk_logp.shape or topk_ids.shape[:-1] != logp.shape:
             raise ValueError(
                 f"shapes do not fit: sampled {tuple(sampled.shape)}, logp {tuple(logp.shape)}, "
@@ -93,7 +95,7 @@ class BehaviourSupport:
 
         A row whose probabilities do not sum to 1 (NaN, or raw logits) is unusable: its token counts as unknown.
         """
-        _check_dtype("logp", logp)
+        check_log_probs("logp", logp)
         vocabulary_size = logp.shape[-1]
         ids = torch.arange(vocabulary_size, device=logp.device).expand(logp.shape).clone()
         # Exchange places 0 and k, so that slot 0 is the sampled token.
@@ -144,7 +146,7 @@ class PolicySupport:
 
         The tail is summed over the tokens outside the support themselves, not as one minus the rest, which
         would lose it to rounding. Computed in float32 (float64 for float64 logits). Only `logp` carries a
-        gradient.
+        gradient. A row of logits that has no finite norm gives NaN log-probs without a gradient.
 
         Raises ValueError for an id outside the vocabulary, for leading shapes that differ and for a temperature
         that is not positive.
@@ -160,16 +162,26 @@ class PolicySupport:
             low, high = int(behaviour.ids.min()), int(behaviour.ids.max())
             if low < 0 or high >= vocabulary_size:
                 raise ValueError(
-                    f"token id {low if low < 0 else high} is outside the vocabulary of {vocabulary_size} logits"
+                    f"token id {low if low < 0 else high} is outside the vocabulary of {vocabulary_size} logits; give "
+                    "padding any id inside it, and a response_mask that leaves it out"
                 )
-        scaled = (logits if logits.dtype == torch.float64 else logits.float()) / temperature
+        scaled = logits if logits.dtype == torch.float64 else logits.float()
+        if temperature != 1:
+            scaled = scaled / temperature
         log_norm = torch.logsumexp(scaled, dim=-1, keepdim=True)
+        broken = ~torch.isfinite(log_norm.detach())
+        if broken.any():
+            # Such a token is unknown, and must leave the graph here: NaN times a coefficient of 0 is NaN.
+            scaled = scaled.masked_fill(broken, 0.0)
+            log_norm = torch.logsumexp(scaled, dim=-1, keepdim=True)
         logp = (scaled.gather(-1, behaviour.ids) - log_norm).masked_fill(~behaviour.valid, -math.inf)
+        logp = logp.masked_fill(broken, math.nan)
         with torch.no_grad():
             log_all = scaled - log_norm
             entropy = -(log_all.exp() * log_all.clamp(min=log_tiny(log_all))).sum(-1)
-            tail = log_all.scatter(-1, behaviour.ids, -math.inf)
-            log_tail = torch.logsumexp(tail, dim=-1)
+            entropy = entropy.masked_fill(broken[..., 0], math.nan)
+            tail = log_all.scatter_(-1, behaviour.ids, -math.inf)
+            log_tail = torch.logsumexp(tail, dim=-1).masked_fill(broken[..., 0], math.nan)
             tail_sum_squares = (2 * tail).exp().sum(-1)
         return cls(
             logp=logp,
@@ -196,17 +208,6 @@ class PolicySupport:
         return replace(self, logp=self.logp.detach())
 
 
-def log1mexp(x: Tensor) -> Tensor:
-    """log(1 - exp(x)) for x <= 0, accurate at both ends (Mächler 2012, `log1mexp`)."""
-    near_zero = x > -math.log(2.0)
-    return torch.where(near_zero, torch.log(-torch.expm1(x)), torch.log1p(-torch.exp(x)))
-
-
-def log_tiny(like: Tensor) -> float:
-    """Log of the smallest normal number of the dtype: the floor of log-probs (-87.3 for float32)."""
-    return math.log(torch.finfo(like.dtype).tiny)
-
-
 def _rest(logp: Tensor, log_tail: Tensor) -> Tensor:
     """[...] log of all mass but slot 0's, summed rather than subtracted."""
     return torch.logsumexp(torch.cat([logp[..., 1:], log_tail[..., None]], dim=-1), dim=-1)
@@ -218,10 +219,3 @@ def _first_occurrence(ids: Tensor) -> Tensor:
     repeated = torch.zeros_like(ids, dtype=torch.bool)
     repeated[..., 1:] = ordered[..., 1:] == ordered[..., :-1]
     return ~torch.zeros_like(repeated).scatter(-1, order, repeated)
-
-
-def _check_dtype(name: str, value: Tensor) -> None:
-    if value.dtype not in (torch.float32, torch.float64):
-        raise TypeError(
-            f"{name} is {value.dtype}; log-probs need float32 or float64 (in 16 bits a ratio of 1.01 reads 1.06)"
-        )

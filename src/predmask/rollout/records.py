@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from predmask.core import BehaviourSupport
+from predmask.core.support import MASS_TOLERANCE
 
-MASS_TOLERANCE = 1e-3
-"""How far above 1 the returned probabilities of one position may sum (rounding of the engine)."""
+AGREEMENT = 1e-3
+"""How far the log-probs of one token may lie apart where it is both the sampled one and in the top-K, in nats."""
 
 
 class RolloutError(ValueError):
@@ -93,15 +94,16 @@ class Rollout:
     def check(self, *, top_k: int, vocabulary_size: int) -> Rollout:
         """Return the rollout itself, or raise a `RolloutError` that names what is wrong with it.
 
-        `top_k` is the K that was asked for, `vocabulary_size` the rows of the policy's head. Checked are
-        lengths, dtypes, id ranges, distinct top-K ids, K finite entries at each sampled position, and a
-        probability mass of at most 1. A NaN log-prob of a *sampled* token is let through: it stands for
-        "unknown", and such a token is counted and left out of the loss.
+        `top_k` is the K that was asked for, `vocabulary_size` the rows of the policy's head. Checked are lengths,
+        dtypes, id ranges, distinct top-K ids, K finite entries at each sampled position, a probability mass of at
+        most 1, and that the sampled token's log-prob fits the top-K. A NaN log-prob of a *sampled* token is let
+        through: it stands for "unknown", and such a token is counted and left out of the loss.
         """
         self._check_shapes()
         self._check_ids(vocabulary_size)
         self._check_topk(top_k)
         self._check_mass()
+        self._check_sampled_against_topk()
         return self
 
     def _check_shapes(self) -> None:
@@ -120,7 +122,7 @@ class Rollout:
                 raise RolloutError(f"{name} is {dtype}; log-probs are stored in float32 (16 bits distort ratios)")
 
     def _check_ids(self, vocabulary_size: int) -> None:
-        for name, ids in (("tokens", self.tokens), ("topk_ids", self.topk_ids)):
+        for name, ids in (("tokens", self.tokens), ("topk_ids", self.topk_ids[self.sampled])):
             bad = ids[(ids < 0) | (ids >= vocabulary_size)]
             if bad.numel():
                 raise RolloutError(
@@ -159,9 +161,29 @@ class Rollout:
                 f"a sampled token has log-prob {float(impossible[0]):.4g}; what was sampled has a finite log-prob of "
                 "at most 0 (None or NaN stands for unknown)"
             )
-        mass = torch.logsumexp(self.topk_logp[known], dim=-1).exp() if self.top_k else torch.zeros(0)
-        if (mass > 1 + MASS_TOLERANCE).any():
-            raise RolloutError(f"top-K probabilities sum to {float(mass.max()):.4f} at one position, more than 1")
+        if not self.top_k:
+            return
+        mass = torch.logsumexp(self.topk_logp[known], dim=-1)
+        if (mass > MASS_TOLERANCE).any():
+            raise RolloutError(f"top-K probabilities sum to {float(mass.max().exp()):.4f} at one position, more than 1")
+
+    def _check_sampled_against_topk(self) -> None:
+        """One distribution: the sampled token has its own top-K entry, or is no likelier than all of them."""
+        if not self.top_k:
+            return
+        same = self.topk_ids == self.tokens[:, None]
+        listed = torch.where(same, self.topk_logp, -torch.inf).amax(-1)
+        differs = same.any(-1) & ((listed - self.logp).abs() > AGREEMENT)
+        missing = ~same.any(-1) & (self.logp > self.topk_logp.amin(-1) + AGREEMENT)
+        wrong = torch.nonzero((differs | missing) & self.sampled & ~torch.isnan(self.logp))
+        if wrong.numel():
+            position = int(wrong[0])
+            entry = f"{float(listed[position]):.4g}" if same[position].any() else "missing"
+            raise RolloutError(
+                f"token {position}: the sampled id {int(self.tokens[position])} has log-prob "
+                f"{float(self.logp[position]):.4g}, but its entry in the top-K is {entry}; do both belong to one "
+                "position and one temperature?"
+            )
 
 
 def rollout_from_entries(

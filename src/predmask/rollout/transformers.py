@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Doc
 
+from predmask.core.precision import wide_dtype
 from predmask.rollout.engine import Engine, Sampling
 from predmask.rollout.numerics import MISMATCH_TOLERANCES, Numerics, NumericsCopy
 from predmask.rollout.records import Rollout, RolloutError
@@ -251,15 +252,17 @@ def _sample(logits: Tensor, rows: Tensor, sampling: Sampling, generator: torch.G
     if sampling.temperature == 0:
         highest, tokens = scores.max(-1)
         _check_finite(highest)
-        none = scores[:, :0]
+        none = scores.new_empty(len(scores), 0)  # not a view, which would keep the logits of every step
         return _Step(rows, tokens, torch.zeros_like(scores[:, 0]), none.long(), none, None)
     scores = scores / sampling.temperature
     log_norm = torch.logsumexp(scores, dim=-1, keepdim=True)
     _check_finite(log_norm)
-    cumulative = (scores - log_norm).exp().cumsum(-1)
+    # Wide, since a parallel scan in float32 need not be monotone, and rounds unlikely tokens away.
+    wide = wide_dtype(scores.device)
+    cumulative = (scores - log_norm).exp().cumsum(-1, dtype=wide)
     # Uniform on (0, 1]: the first place where the sum reaches u has a probability above zero.
-    uniform = 1 - torch.rand(len(rows), 1, generator=generator, device=generator.device).to(scores.device)
-    tokens = torch.searchsorted(cumulative, uniform * cumulative[:, -1:])[:, 0]
+    uniform = 1 - torch.rand(len(rows), 1, generator=generator, device=generator.device, dtype=torch.float64)
+    tokens = torch.searchsorted(cumulative, uniform.to(scores.device, wide) * cumulative[:, -1:])[:, 0]
     top = scores.topk(sampling.top_k, dim=-1)
     return _Step(
         rows=rows,

@@ -73,7 +73,8 @@ def _dataset(task: ReasoningGym) -> ProceduralDataset:
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise ImportError(
-            f"the task reasoning_gym needs the reasoning-gym package ({error}): pip install 'predmask[reasoning-gym]'"
+            f"the task reasoning_gym needs the reasoning-gym package ({error}): "
+            "install predmask[reasoning-gym] (in a clone: pip install -e '.[reasoning-gym]')"
         ) from error
     if task.dataset not in DATASETS:
         close = difflib.get_close_matches(task.dataset, DATASETS, n=3)

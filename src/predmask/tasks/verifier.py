@@ -111,10 +111,12 @@ class Verifier:
             else:
                 outcomes = self._score_in_workers(problems, responses)
             self.unscored = _summary(problems, outcomes)
-        if outcomes and all(outcome.score is None for outcome in outcomes):
+        # A task that declines all answers by itself is not broken.
+        broken = next((place for place, outcome in enumerate(outcomes) if outcome.kind not in ("", "declined")), None)
+        if broken is not None and all(outcome.score is None for outcome in outcomes):
             raise VerifierError(
                 f"none of the {len(outcomes)} answers could be scored by {type(self._task).__name__}; "
-                f"the first, to problem {problems[0].id!r}: {outcomes[0].reason}"
+                f"the first that failed, to problem {problems[broken].id!r}: {outcomes[broken].reason}"
             )
         return [outcome.score for outcome in outcomes]
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from predmask.core import BehaviourSupport, PolicySupport
+from predmask.core.precision import wide_dtype
 
 _FAULT_EXPLAINS = 0.25
 """A suspected fault is reported when undoing it leaves less than this share of the disagreement."""
@@ -25,12 +26,17 @@ class Agreement:
     """How far the behaviour log-probs are from the first forward pass of the trainer, in nats."""
 
     mean: float
-    """Mean |log mu - log pi| of the sampled tokens."""
+    """Mean |log mu - log pi| of the sampled tokens, or, where that is more, its expectation under mu on the support."""
     largest: float
+    """Largest of the sampled tokens."""
     tokens: int
+    """Tokens whose log-probs are known to both."""
+    unknown: int
+    """The others."""
 
     def __str__(self) -> str:
-        return f"mean |Δ log-prob| {self.mean:.2g}, largest {self.largest:.2g} over {self.tokens} tokens"
+        text = f"mean |Δ log-prob| {self.mean:.2g}, largest {self.largest:.2g} over {self.tokens} tokens"
+        return f"{text}, {self.unknown} more unknown" if self.unknown else text
 
 
 def check_agreement(
@@ -53,7 +59,8 @@ def check_agreement(
     gap = (mu - pi)[known].abs()
     if not gap.numel():
         raise AgreementError("the engine returned no known log-prob of any sampled token; nothing could be trained on")
-    found = Agreement(mean=float(gap.mean()), largest=float(gap.max()), tokens=gap.numel())
+    mean = max(float(gap.mean()), _support_gap(behaviour, policy))
+    found = Agreement(mean=mean, largest=float(gap.max()), tokens=gap.numel(), unknown=int((~known).sum()))
     if found.mean <= tolerance:
         return found
     explained = _FAULT_EXPLAINS * found.mean
@@ -71,6 +78,13 @@ def check_agreement(
             "one temperature for both"
         )
     return found
+
+
+def _support_gap(behaviour: BehaviourSupport, policy: PolicySupport) -> float:
+    """Mean over tokens of sum_S mu |log mu - log pi|: the top-K entries must agree, too."""
+    known = behaviour.valid & torch.isfinite(behaviour.logp) & torch.isfinite(policy.logp)
+    gap = torch.where(known, behaviour.logp.exp() * (behaviour.logp - policy.logp).abs(), 0.0)
+    return float(gap.sum(-1).mean())
 
 
 def _shifted_gap(mu: Tensor, pi: Tensor, sequence: Tensor, shift: int) -> float:
@@ -91,7 +105,7 @@ def _temperature_ratio(behaviour: BehaviourSupport, policy: PolicySupport) -> tu
     count = valid.sum(-1, keepdim=True).clamp(min=1)
     centred: list[Tensor] = []
     for logp in (behaviour.logp, policy.logp):
-        slots = torch.where(valid, logp, 0.0).double()
+        slots = torch.where(valid, logp, 0.0).to(wide_dtype(logp.device))
         centred.append(torch.where(valid, slots - slots.sum(-1, keepdim=True) / count, 0.0))
     mu, pi = centred
     slope = float((mu * pi).sum() / (pi * pi).sum().clamp(min=1e-12))

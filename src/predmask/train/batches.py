@@ -14,11 +14,11 @@ from predmask.rollout import Rollout
 
 @dataclass(frozen=True)
 class Batch:
-    """A rollout with the advantage of each response and the weight of each token in the optimiser step's loss."""
+    """A rollout with the advantage of each token, and its weight in the optimiser step's loss."""
 
     rollout: Rollout
     advantage: Tensor
-    """[N] of each token."""
+    """[N], 0 where the answer could not be scored."""
     weights: Tensor
     """[N] from `token_weights`, over the whole optimiser step."""
 

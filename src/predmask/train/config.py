@@ -6,6 +6,7 @@ Each field carries its meaning as a `Doc` annotation, from which `--help` and `p
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -34,7 +35,7 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         _at_least(self, "rollout", prompts=1, group_size=2, max_new_tokens=1, top_k=0)
-        if not self.temperature > 0:
+        if not 0 < self.temperature < math.inf:
             raise ConfigError(
                 f"rollout.temperature is {self.temperature}; training needs samples: choose a value above 0, such as 1"
             )
@@ -114,9 +115,10 @@ class EvalConfig:
     every: Annotated[int, Doc("steps between evaluations; 0: only before and after")] = 5
     prompts: Annotated[int, Doc("held-out problems")] = 128
     samples: Annotated[int, Doc("sampled responses a problem (besides one greedy response)")] = 2
+    batch_size: Annotated[int, Doc("responses sampled at once")] = 256
 
     def __post_init__(self) -> None:
-        _at_least(self, "eval", every=0, prompts=1, samples=1)
+        _at_least(self, "eval", every=0, prompts=1, samples=1, batch_size=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +128,7 @@ class Config:
     model: Annotated[str, Doc("'embedded', a model directory, or a name on the Hugging Face hub")] = "embedded"
     steps: Annotated[int, Doc("rollouts, each followed by its optimiser steps")] = 30
     seed: Annotated[int, Doc("seed of everything random; same seed, same machine: same run")] = 0
-    device: Annotated[Literal["auto", "cpu", "cuda", "mps"], Doc("auto: cuda, else mps, else cpu")] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda", "mps"], Doc("auto: cuda, else cpu; mps is untested")] = "auto"
     threads: Annotated[int, Doc("CPU threads; 0: as torch chooses (OMP_NUM_THREADS, else one a core)")] = 0
     output: Annotated[str | None, Doc("run directory; none: a new one under runs/")] = None
     tensorboard: Annotated[bool, Doc("write TensorBoard files too (extra 'tensorboard')")] = False
@@ -144,6 +146,8 @@ class Config:
 
     def __post_init__(self) -> None:
         _at_least(self, "", steps=1, seed=0, threads=0)
+        if self.seed >= 2**63:
+            raise ConfigError(f"seed is {self.seed}; it must be below 2^63")
         responses = self.rollout.prompts * self.rollout.group_size
         if responses % self.update.steps_per_rollout:
             raise ConfigError(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import json
 import platform
 from datetime import datetime
@@ -23,8 +25,8 @@ class RunDirectory:
     """
 
     def __init__(self, config: Config) -> None:
-        self.path = _new_path(config)
-        self.path.mkdir(parents=True, exist_ok=True)
+        refuse_existing(config)
+        self.path = _new_directory(config)
         # Without its output, so that the file can be run again as it is.
         self._write("config.toml", to_toml(dataclasses.replace(config, output=None)))
         self._write("versions.json", json.dumps(_versions(), indent=2) + "\n")
@@ -59,24 +61,33 @@ def find_checkpoint(directory: Path) -> Path:
     path = directory / "checkpoint"
     if not (path / "config.json").is_file() or not (directory / "config.toml").is_file():
         raise ConfigError(
-            f"{str(directory)!r} is no run directory with a checkpoint; `predmask train` prints where a run lies"
+            f"{str(directory)!r} is no run directory with a checkpoint; `predmask train` prints where a run lies "
+            "(the folder above its checkpoint/)"
         )
     return path
 
 
-def _new_path(config: Config) -> Path:
+def refuse_existing(config: Config) -> None:
+    """Raise ConfigError when `output` exists and is not empty: nothing is overwritten."""
     if config.output is not None:
         path = Path(config.output).expanduser()
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise ConfigError(f"output {config.output!r} exists already; name a new directory, nothing is overwritten")
+
+
+def _new_directory(config: Config) -> Path:
+    if config.output is not None:
+        path = Path(config.output).expanduser()
+        path.mkdir(parents=True, exist_ok=True)
         return path
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     name = f"{stamp}-{task_name(config)}-{config.rule.name}-seed{config.seed}"
-    path, count = Path("runs") / name, 1
-    while path.exists():
-        count += 1
-        path = Path("runs") / f"{name}-{count}"
-    return path
+    for count in itertools.count(1):
+        path = Path("runs") / (name if count == 1 else f"{name}-{count}")
+        with contextlib.suppress(FileExistsError):  # of a run that started in the same second
+            path.mkdir(parents=True)
+            return path
+    raise AssertionError("unreachable")
 
 
 def _versions() -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,8 +25,8 @@ class Accuracy:
     """One greedy answer a problem."""
     sampled: float
     """Mean over problems of the share of right samples (avg@n)."""
-    sampled_error: float
-    """One standard error of that mean, over problems."""
+    sampled_error: float | None
+    """One standard error of that mean, over problems; None for a single problem."""
     pass_at_n: float
     """Share of problems with at least one right sample among n."""
     prompts: int
@@ -44,14 +45,14 @@ def evaluate(
     temperature: float,
     max_new_tokens: int,
     seed: int,
-    batch_size: int = 256,
+    batch_size: int,
 ) -> Accuracy:
     """Answer each problem once greedily and `samples` times at `temperature`, with the policy's own weights.
 
     The random numbers depend on `seed` alone, so that evaluations of one run differ by the policy only.
     """
     engine = TransformersEngine(model, batch_size=batch_size)
-    generator = torch.Generator().manual_seed(seed)
+    generator = generator_for(seed, "evaluation")
 
     def answer(per_problem: int, sampling: Sampling) -> tuple[list[list[int]], float]:
         """For each problem, which of its answers are right; and the share of answers that were cut."""
@@ -68,12 +69,18 @@ def evaluate(
     return Accuracy(
         greedy=fmean(hits[0] for hits in greedy),
         sampled=fmean(averages),
-        sampled_error=stdev(averages) / math.sqrt(len(averages)) if len(averages) > 1 else math.inf,
+        sampled_error=stdev(averages) / math.sqrt(len(averages)) if len(averages) > 1 else None,
         pass_at_n=fmean(pass_at_k(samples, sum(hits), samples) for hits in sampled),
         prompts=len(problems),
         samples=samples,
         truncated=truncated,
     )
+
+
+def generator_for(seed: int, purpose: str) -> torch.Generator:
+    """A stream of random numbers of its own; streams of different seeds or purposes are unrelated."""
+    digest = hashlib.sha256(f"{seed}/{purpose}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8]) >> 1)
 
 
 def is_right(score: float | None) -> bool:

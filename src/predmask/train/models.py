@@ -24,7 +24,8 @@ def model_path(name: str) -> str:
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ConfigError(f"model {name!r} is a directory without config.json: not a Hugging Face model directory")
+            hint = f"; did you mean {path / 'checkpoint'}?" if (path / "checkpoint").is_dir() else ""
+            raise ConfigError(f"model {name!r} is a directory without config.json: no Hugging Face model{hint}")
         return str(path)
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise ConfigError(
@@ -40,22 +41,28 @@ def load_policy(name: str, device: torch.device) -> tuple[Any, Any]:
     cannot be opened.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
     path = model_path(name)
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # of a local file, at once
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, use_safetensors=True)
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model {name!r} could not be opened: {error}") from error
+    finally:
+        if shown:
+            logging.enable_progress_bar()
     # Evaluation mode, also while training: the policy that is trained must be the one that samples.
     return model.to(device).eval(), tokenizer
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device of that name; 'auto' is cuda where there is one, else mps, else cpu."""
+    """The device of that name; 'auto' is cuda where there is one, else cpu."""
     available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if name == "auto":
-        name = next(kind for kind in ("cuda", "mps", "cpu") if available[kind])
+        name = "cuda" if available["cuda"] else "cpu"
     if not available[name]:
         raise ConfigError(f"device is {name!r}, but this machine or this build of torch has none; use 'auto' or 'cpu'")
     return torch.device(name)

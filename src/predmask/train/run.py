@@ -10,7 +10,7 @@ from typing import Any
 
 from predmask.rollout import Engine
 from predmask.train.config import Config, ConfigError
-from predmask.train.directory import RunDirectory, task_name
+from predmask.train.directory import RunDirectory, refuse_existing, task_name
 from predmask.train.evaluate import Accuracy
 from predmask.train.trainer import StepResult, Trainer
 
@@ -27,12 +27,12 @@ class Summary:
     steps: int
     optimizer_steps: int
     seconds: float
-    accuracy_before: float
-    """Share of right sampled answers to held-out problems before training (avg@n)."""
-    accuracy_after: float
-    """The same at the last evaluation."""
-    greedy_before: float
-    greedy_after: float
+    accuracy_before: float | None
+    """Share of right sampled answers to held-out problems before training (avg@n); None when not measured."""
+    accuracy_after: float | None
+    """The same after the last step; None when the run ended before it was measured."""
+    greedy_before: float | None
+    greedy_after: float | None
     mismatch_before: float | None
     """Mean |log mu - log pi| before any update, in nats; None when no step was begun."""
     masked_tokens: list[dict[str, Any]]
@@ -63,15 +63,15 @@ def run(config: Config, *, display: Display | None = None, engine: Engine | None
     """
     display = display or Display()
     started = time.perf_counter()
+    refuse_existing(config)
     write_scalars = _tensorboard() if config.tensorboard else None
     trainer = Trainer(config, engine=engine)
     directory = RunDirectory(config)
-    accuracies: list[Accuracy] = []
-    steps = 0
+    before: Accuracy | None = None
+    last: StepResult | None = None
 
     def finish(status: str) -> Summary:
-        seconds = time.perf_counter() - started
-        summary = _summarise(trainer, status, steps, seconds, accuracies[0], accuracies[-1])
+        summary = _summarise(trainer, status, time.perf_counter() - started, before, last)
         directory.write_summary(asdict(summary))
         directory.write_checkpoint(trainer.model, trainer.tokenizer)
         display.ended(summary, directory.path)
@@ -79,41 +79,39 @@ def run(config: Config, *, display: Display | None = None, engine: Engine | None
 
     try:
         display.started(trainer, directory.path)
-        accuracies.append(trainer.evaluate())
-        display.evaluated(accuracies[0])
-        directory.append_metrics({"step": 0, "heldout": asdict(accuracies[0])})
-        for result in trainer.steps():
-            steps = result.step
-            record: dict[str, Any] = {"step": result.step, **result.metrics}
-            if result.accuracy is not None:
-                accuracies.append(result.accuracy)
-                record["heldout"] = asdict(result.accuracy)
-            directory.append_metrics(record)
+        before = trainer.evaluate()
+        display.evaluated(before)
+        directory.append_metrics({"step": 0, "heldout": asdict(before)})
+        for last in trainer.steps():
+            heldout = {} if last.accuracy is None else {"heldout": asdict(last.accuracy)}
+            directory.append_metrics({"step": last.step, **last.metrics, **heldout})
             if write_scalars is not None:
-                write_scalars(directory.path, result)
-            display.stepped(result, trainer)
+                write_scalars(directory.path, last)
+            display.stepped(last, trainer)
     except (KeyboardInterrupt, Exception) as error:
-        if accuracies:
-            finish("interrupted" if isinstance(error, KeyboardInterrupt) else f"failed: {error}")
+        finish("interrupted" if isinstance(error, KeyboardInterrupt) else f"failed: {error}")
         raise
     finally:
         trainer.close()
     return finish("finished"), directory.path
 
 
-def _summarise(trainer: Trainer, status: str, steps: int, seconds: float, before: Accuracy, after: Accuracy) -> Summary:
+def _summarise(
+    trainer: Trainer, status: str, seconds: float, before: Accuracy | None, last: StepResult | None
+) -> Summary:
+    after = None if last is None else last.accuracy
     return Summary(
         status=status,
         task=task_name(trainer.config),
         rule=trainer.config.rule.name,
         seed=trainer.config.seed,
-        steps=steps,
+        steps=0 if last is None else last.step,
         optimizer_steps=trainer.version,
         seconds=round(seconds, 3),
-        accuracy_before=before.sampled,
-        accuracy_after=after.sampled,
-        greedy_before=before.greedy,
-        greedy_after=after.greedy,
+        accuracy_before=None if before is None else before.sampled,
+        accuracy_after=None if after is None else after.sampled,
+        greedy_before=None if before is None else before.greedy,
+        greedy_after=None if after is None else after.greedy,
         mismatch_before=None if trainer.agreement is None else trainer.agreement.mean,
         masked_tokens=[
             {"token": trainer.tokenizer.convert_ids_to_tokens(row.id), **asdict(row)}
@@ -127,7 +125,9 @@ def _tensorboard() -> Callable[[Path, StepResult], None]:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise ConfigError("tensorboard is not installed: pip install 'predmask[tensorboard]'") from error
+        raise ConfigError(
+            "tensorboard is not installed: install predmask[tensorboard] (in a clone: pip install -e '.[tensorboard]')"
+        ) from error
 
     def write(directory: Path, result: StepResult) -> None:
         with SummaryWriter(directory / "tensorboard") as writer:

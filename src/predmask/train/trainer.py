@@ -20,14 +20,14 @@ from predmask.core import (
     policy_loss,
     token_weights,
 )
-from predmask.rollout import Engine, EngineConfig, Rollout
+from predmask.rollout import Engine, EngineConfig, Rollout, RolloutError
 from predmask.tasks import Problem, Split, Task
 from predmask.tasks.sampling import PromptSampler
 from predmask.tasks.verifier import Verifier
 from predmask.train.agreement import Agreement, check_agreement
 from predmask.train.batches import Batch, support_of
 from predmask.train.config import Config, ConfigError
-from predmask.train.evaluate import Accuracy, decode, encode, evaluate, is_right
+from predmask.train.evaluate import Accuracy, decode, encode, evaluate, generator_for, is_right
 from predmask.train.models import load_policy, resolve_device
 
 
@@ -58,8 +58,11 @@ class Trainer:
         if config.threads:
             torch.set_num_threads(config.threads)
         self.model, self.tokenizer = load_policy(config.model, self.device)
-        self.prompts = PromptSampler(problems_of(config.task, "train"), config.seed)
+        self._problems = problems_of(config.task, "train")
+        self.prompts = PromptSampler(self._problems, config.seed)
         self.heldout = problems_of(config.task, "heldout")[: config.eval.prompts]
+        self.notes: list[str] = []
+        """What a user should know before the run starts."""
         self._check_model()
         self.engine = engine or _start(config.engine, self.model)
         self.verifier = Verifier(config.task)
@@ -69,8 +72,8 @@ class Trainer:
         """How far engine and trainer were apart before any update."""
         self._masked: list[MaskedToken] = []
         # Two streams: what is sampled does not depend on how minibatches are drawn.
-        self._sampling = torch.Generator().manual_seed(2 * config.seed)
-        self._shuffling = torch.Generator().manual_seed(2 * config.seed + 1)
+        self._sampling = generator_for(config.seed, "sampling")
+        self._shuffling = generator_for(config.seed, "minibatches")
         settings = config.optimizer
         self._optimizer = torch.optim.AdamW(
             self.model.parameters(),
@@ -95,6 +98,7 @@ class Trainer:
             temperature=self.config.rollout.temperature,
             max_new_tokens=self.config.rollout.max_new_tokens,
             seed=self.config.seed,
+            batch_size=self.config.eval.batch_size,
         )
 
     def masked_tokens(self) -> list[MaskedToken]:
@@ -133,6 +137,8 @@ class Trainer:
         """A group of responses to each problem."""
         prompts = [encode(self.tokenizer, problem) for problem in problems for _ in range(self._group_size)]
         rollout = self.engine.generate(prompts, self.config.rollout.sampling(), self._sampling)
+        if [list(prompt) for prompt in rollout.prompts] != prompts:
+            raise RolloutError("the engine answered other prompts than it was given, or in another order")
         return rollout.check(top_k=self.config.rollout.top_k, vocabulary_size=self.model.config.vocab_size)
 
     def _reward(self, problems: list[Problem], rollout: Rollout, metrics: Metrics) -> torch.Tensor:
@@ -179,13 +185,13 @@ class Trainer:
         metrics = Metrics()
         self._optimizer.zero_grad(set_to_none=True)
         loss_value, kept = 0.0, 0
+        masked = [self._masked]
         for micro in minibatch.split(config.update.micro_batch_size):
             behaviour, policy = support_of(
                 self.model, micro.rollout, temperature=config.rollout.temperature, autocast=config.update.autocast
             )
             advantage, weights = micro.advantage.to(self.device), micro.weights.to(self.device)
-            sampled = micro.rollout.sampled.to(self.device)
-            decision = config.rule(behaviour, policy, advantage, sampled)
+            decision = config.rule(behaviour, policy, advantage, micro.rollout.sampled.to(self.device))
             loss = policy_loss(policy.logp[:, 0], decision, advantage, weights, ratio_cap=config.loss.ratio_cap)
             if not torch.isfinite(loss):
                 raise TrainingError(
@@ -196,8 +202,9 @@ class Trainer:
             loss_value += loss.item()
             kept += int(decision.keep.sum())
             staleness = (self.version - micro.rollout.version).to(self.device)
-            metrics = metrics.merge(mask_metrics(behaviour, policy, decision, mask=sampled, staleness=staleness))
-            self._masked = merge_masked_tokens(self._masked, masked_tokens(decision, behaviour.ids[:, 0]))
+            metrics = metrics.merge(mask_metrics(behaviour, policy, decision, staleness=staleness))
+            masked.append(masked_tokens(decision, behaviour.ids[:, 0]))
+        self._masked = merge_masked_tokens(*masked)
         metrics.mean("loss", torch.tensor([loss_value]))
         self._apply(metrics, step, kept)
         return metrics
@@ -238,20 +245,34 @@ class Trainer:
         return self.config.rollout.group_size
 
     def _check_model(self) -> None:
-        """What the configuration asks of the model, before anything is sampled."""
+        """What the configuration asks of the model and the task, before anything is sampled."""
         name, settings, rollout = self.config.model, self.model.config, self.config.rollout
         if rollout.top_k > settings.vocab_size:
             raise ConfigError(
                 f"rollout.top_k is {rollout.top_k}, but model {name!r} has a vocabulary of {settings.vocab_size}; "
                 "choose at most that"
             )
+        prompts = [encode(self.tokenizer, problem) for problem in (*self._problems, *self.heldout)]
         context = getattr(settings, "max_position_embeddings", math.inf)
-        longest = max(len(encode(self.tokenizer, problem)) for problem in self.heldout)
+        longest = max(map(len, prompts))
         if longest + rollout.max_new_tokens > context:
             raise ConfigError(
                 f"rollout.max_new_tokens is {rollout.max_new_tokens}, which with prompts of up to {longest} tokens is "
-                f"more than the context of model {name!r}, {context}; lower it"
+                f"more than the context of model {name!r}, {context}; choose at most {context - longest}"
             )
+        ids = [token for prompt in prompts for token in prompt]
+        unknown = ids.count(self.tokenizer.unk_token_id) / len(ids)
+        if unknown:
+            self.notes.append(
+                f"{unknown:.0%} of the prompts' tokens are unknown to the model's tokenizer; do model and task fit?"
+            )
+        if len(self.heldout) < self.config.eval.prompts:
+            self.notes.append(
+                f"eval.prompts is {self.config.eval.prompts}, but the task has {len(self.heldout)} held-out problems"
+            )
+        reason = mask_can_fire(self.config)
+        if reason is not None:
+            self.notes.append(reason)
 
 
 def _start(engine: EngineConfig, model: Any) -> Engine:
@@ -277,11 +298,11 @@ def mask_can_fire(config: Config) -> str | None:
     """Why the mask of this configuration can never drop a token, or None when it can."""
     rule = config.rule
     if not rule.can_fire:
-        return f"rule {rule.name} drops no token with these settings"
+        return f"rule {rule.name} never drops a token with these settings"
     exact = config.engine.mismatch_tolerance <= 1e-3 and not config.update.autocast
     if exact and config.update.steps_per_rollout * config.update.epochs == 1:
         return (
-            "every rollout is used for one optimiser step, by an engine that computes as the trainer does: "
-            "both policies are equal then; raise update.steps_per_rollout or use other engine.numerics"
+            "the mask can never drop a token: every rollout is used for one optimiser step, and its engine computes as "
+            "the trainer does, so both policies are equal; raise update.steps_per_rollout or use other engine.numerics"
         )
     return None

@@ -46,6 +46,8 @@ class MaskDecision:
     """[...] uint8, a `Reason`."""
     weight: Tensor
     """[...] the importance weight of the token's update, before the loss's ratio cap."""
+    response_mask: Tensor
+    """[...] bool, the tokens that the policy sampled: what was asked to be decided."""
 
     @property
     def dropped(self) -> Tensor:
@@ -116,7 +118,7 @@ class Rule(ABC):
         behaviour: BehaviourSupport,
         policy: PolicySupport,
         advantage: Tensor,
-        mask: Tensor | None = None,
+        response_mask: Tensor | None = None,
     ) -> MaskDecision:
         """Decide for each token.
 
@@ -124,7 +126,8 @@ class Rule(ABC):
             behaviour: mu on the support, leading shape [...].
             policy: pi on the same support.
             advantage: [...], of each token (or broadcastable, such as [B, 1] for tokens [B, T]).
-            mask: [...] bool, False for padding and for tokens that the policy did not sample.
+            response_mask: [...] bool, False for padding and for tokens that the policy did not sample (tool output,
+                an appended end); by default all True.
 
         A non-finite log-prob, divergence, rate or advantage never slips through a comparison: such a token is
         `Reason.UNKNOWN` and not kept. Raises ValueError when the rule needs top-K and the record has none, and for
@@ -149,22 +152,25 @@ class Rule(ABC):
             & ~torch.isnan(behaviour.log_tail)
             & ~torch.isnan(policy.log_tail)
         )
-        live = torch.ones_like(known) if mask is None else mask.to(torch.bool).expand(known.shape)
-        trainable = live & known & (advantage != 0)
+        if response_mask is None:
+            response_mask = torch.ones_like(known)
+        response_mask = response_mask.to(torch.bool).expand(known.shape)
+        trainable = response_mask & known & (advantage != 0)
         dropped = trainable & self.drops(criteria, advantage, log_ratio)
         reason = torch.full_like(known, Reason.NOT_TRAINABLE, dtype=torch.uint8)
         reason[trainable & ~criteria.outside] = Reason.KEPT_INSIDE
         reason[trainable & criteria.outside] = Reason.KEPT_RETURNING
         reason[dropped & (advantage > 0)] = Reason.DROPPED_POSITIVE
         reason[dropped & (advantage < 0)] = Reason.DROPPED_NEGATIVE
-        reason[live & ~known] = Reason.UNKNOWN
+        reason[response_mask & ~known] = Reason.UNKNOWN
         return MaskDecision(
             keep=trainable & ~dropped,
             divergence=criteria.divergence,
             rate=criteria.rate,
-            outside=criteria.outside & known & live,
+            outside=criteria.outside & known & response_mask,
             reason=reason,
             weight=self.weight(log_ratio),
+            response_mask=response_mask,
         )
 
 
