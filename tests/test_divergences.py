@@ -151,3 +151,19 @@ def test_likely_tokens_in_float32(name):
     logits = torch.tensor([[0.0, math.log(1e-3 / (1 - 1e-3))]])
     value = get_divergence(name)(behaviour, PolicySupport.from_logits(logits, behaviour)).item()
     assert value == pytest.approx(DIVERGENCE[name](mu, pi), rel=1e-3)
+
+
+@ALL
+@pytest.mark.parametrize("mu_tail", [0.0, 1e-12, 1e-8, 1e-7, 1e-6])
+@pytest.mark.parametrize("pi_tail", [0.0, 1e-9, 1e-5, 1e-3, 3e-3])
+def test_tails_below_the_rounding_of_their_sum_stay_a_lower_bound(name, mu_tail, pi_tail):
+    """In float32 one minus the rest is nothing below 1e-7; that must not read as an infinite divergence."""
+    size, top_k = 60, 20
+    shares = np.full(size - top_k, 1 / (size - top_k))
+    head = np.linspace(3, 1, top_k) / np.linspace(3, 1, top_k).sum()
+    mu = np.concatenate([head * (1 - mu_tail), shares * mu_tail])
+    pi = np.concatenate([head * (1 - pi_tail), shares * pi_tail])
+    narrow = get_divergence(name)(*record(mu.tolist(), pi.tolist(), top_k, dtype=torch.float32)).item()
+    if mu_tail or name != "reverse_kl":
+        assert narrow <= DIVERGENCE[name](np.maximum(mu, 1e-300), np.maximum(pi, 1e-300)) + 2e-6
+    assert narrow < 0.05

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from predmask.core import DIVERGENCES, RULES, TAILS
+from predmask.train.options import resolve
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -43,3 +44,16 @@ def test_the_tree_in_the_architecture_page_exists() -> None:
 def test_links_inside_the_repository_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
         assert (page.parent / target).exists(), target
+
+
+def test_the_task_of_the_architecture_page_is_a_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (block,) = re.findall(r"```py\n(.*?)```", (ROOT / "docs" / "architecture.md").read_text(), flags=re.DOTALL)
+    (tmp_path / "doubling.py").write_text(block)
+    monkeypatch.chdir(tmp_path)
+    task = resolve({"task": {"name": "doubling:Doubling", "largest": 99}}).task
+    train, heldout = ({problem.id for problem in task.problems(split)} for split in ("train", "heldout"))
+    assert len(train) == 90
+    assert not train & heldout
+    problem = task.problems("train")[3]
+    assert task.score(problem, f"that is {problem.reference}") == 1.0
+    assert task.score(problem, "") == 0.0

@@ -194,3 +194,30 @@ def test_tiny_advantages_keep_their_sign():
     policy = PolicySupport.from_logits(logits, behaviour)
     assert DPPO()(behaviour, policy, torch.tensor([1e-43])).dropped.item()
     assert DPPO()(behaviour, policy, torch.tensor([-1e-43])).keep.item()
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("spoiled", [math.nan, math.inf, -math.inf])
+def test_a_spoiled_row_of_logits_leaves_the_gradient_alone(name, spoiled):
+    """The token is unknown; the other tokens' gradients are those without it, and its own row's is 0."""
+    generator = torch.Generator().manual_seed(4)
+    engine = torch.randn(3, 9, generator=generator).log_softmax(-1)
+    sampled, top = torch.tensor([2, 5, 7]), engine.topk(4)
+    behaviour = BehaviourSupport.from_topk(sampled, engine[range(3), sampled], top.indices, top.values)
+
+    def gradient(logits):
+        logits = logits.clone().requires_grad_()
+        policy = PolicySupport.from_logits(logits, behaviour)
+        advantage = torch.tensor([1.0, -1.0, 0.5])
+        decision = RULES[name]()(behaviour, policy, advantage)
+        policy_loss(policy.logp[:, 0], decision, advantage, torch.ones(3) / 3).backward()
+        return decision, logits.grad
+
+    clean = torch.randn(3, 9, generator=generator)
+    broken = clean.clone()
+    broken[1] = spoiled
+    decision, spoiled_gradient = gradient(broken)
+    assert Reason(int(decision.reason[1])) is Reason.UNKNOWN
+    assert not decision.keep[1]
+    assert torch.equal(spoiled_gradient[[0, 2]], gradient(clean)[1][[0, 2]])
+    assert not spoiled_gradient[1].any()
