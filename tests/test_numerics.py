@@ -178,7 +178,7 @@ def test_biases_and_other_modules_are_left():
 def mismatch(numerics, temperature=1.0):
     """(mean KL, mean |Δ log-prob| of sampled tokens) of the engine against the embedded model itself."""
     tokenizer = load_policy(EMBEDDED, torch.device("cpu"))[1]
-    prompts = [encode(tokenizer, problem) for problem in Arithmetic().problems("train")[:48]]
+    prompts = encode(tokenizer, Arithmetic().problems("train")[:48])
     model = small_model(EMBEDDED)
     settings = Sampling(temperature=temperature, max_new_tokens=64, top_k=0, record_full=True)
     engine = TransformersConfig(numerics=numerics).start(model)

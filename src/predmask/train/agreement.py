@@ -103,6 +103,7 @@ def _temperature_ratio(behaviour: BehaviourSupport, policy: PolicySupport) -> tu
     """
     valid = behaviour.valid & torch.isfinite(behaviour.logp) & torch.isfinite(policy.logp)
     count = valid.sum(-1, keepdim=True).clamp(min=1)
+    valid &= count > 1  # the sampled token alone has no slope
     centred: list[Tensor] = []
     for logp in (behaviour.logp, policy.logp):
         slots = torch.where(valid, logp, 0.0).to(wide_dtype(logp.device))

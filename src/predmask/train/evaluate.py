@@ -57,7 +57,7 @@ def evaluate(
     def answer(per_problem: int, sampling: Sampling) -> tuple[list[list[int]], float]:
         """For each problem, which of its answers are right; and the share of answers that were cut."""
         repeated = [problem for problem in problems for _ in range(per_problem)]
-        rollout = engine.generate([encode(tokenizer, problem) for problem in repeated], sampling, generator)
+        rollout = engine.generate(encode(tokenizer, repeated), sampling, generator)
         scores = verifier.score(repeated, decode(tokenizer, rollout.responses()))
         hits = [int(is_right(score)) for score in scores]
         grouped = [hits[start : start + per_problem] for start in range(0, len(hits), per_problem)]
@@ -88,9 +88,9 @@ def is_right(score: float | None) -> bool:
     return score is not None and score >= 1.0
 
 
-def encode(tokenizer: Any, problem: Problem) -> list[int]:
-    """The prompt as token ids."""
-    return tokenizer.encode(problem.prompt)
+def encode(tokenizer: Any, problems: Sequence[Problem]) -> list[list[int]]:
+    """The prompts as token ids."""
+    return tokenizer([problem.prompt for problem in problems])["input_ids"]
 
 
 def decode(tokenizer: Any, responses: Sequence[Sequence[int]]) -> list[str]:

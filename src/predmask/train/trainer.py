@@ -64,7 +64,7 @@ class Trainer:
         self.notes: list[str] = []
         """What a user should know before the run starts."""
         self._check_model()
-        self.engine = engine or _start(config.engine, self.model)
+        self.engine = _start(config.engine, self.model) if engine is None else engine
         self.verifier = Verifier(config.task)
         self.version = 0
         """Optimiser steps so far."""
@@ -135,7 +135,7 @@ class Trainer:
 
     def _sample(self, problems: list[Problem]) -> Rollout:
         """A group of responses to each problem."""
-        prompts = [encode(self.tokenizer, problem) for problem in problems for _ in range(self._group_size)]
+        prompts = encode(self.tokenizer, self._in_groups(problems))
         rollout = self.engine.generate(prompts, self.config.rollout.sampling(), self._sampling)
         if [list(prompt) for prompt in rollout.prompts] != prompts:
             raise RolloutError("the engine answered other prompts than it was given, or in another order")
@@ -143,8 +143,7 @@ class Trainer:
 
     def _reward(self, problems: list[Problem], rollout: Rollout, metrics: Metrics) -> torch.Tensor:
         """[B] rewards, NaN where an answer could not be scored."""
-        repeated = [problem for problem in problems for _ in range(self._group_size)]
-        scores = self.verifier.score(repeated, decode(self.tokenizer, rollout.responses()))
+        scores = self.verifier.score(self._in_groups(problems), decode(self.tokenizer, rollout.responses()))
         rewards = torch.tensor([math.nan if score is None else score for score in scores])
         metrics.mean("reward", rewards[~rewards.isnan()])
         metrics.mean("accuracy", torch.tensor([is_right(score) for score in scores if score is not None]))
@@ -153,7 +152,7 @@ class Trainer:
 
     def _advantage(self, rewards: torch.Tensor, metrics: Metrics) -> torch.Tensor:
         """[B] group-relative advantages, NaN where an answer could not be scored."""
-        groups = torch.arange(len(rewards)) // self._group_size
+        groups = torch.arange(len(rewards)) // self.config.rollout.group_size
         settings = self.config.advantage
         found = group_advantages(rewards, groups, baseline=settings.baseline, scale_by_std=settings.scale_by_std)
         if found.groups:
@@ -240,9 +239,9 @@ class Trainer:
         """Mean |Δ log-prob| that the numerics of engine and trainer explain, in nats."""
         return self.config.engine.mismatch_tolerance + (0.1 if self.config.update.autocast else 0.0)
 
-    @property
-    def _group_size(self) -> int:
-        return self.config.rollout.group_size
+    def _in_groups(self, problems: Sequence[Problem]) -> list[Problem]:
+        """Each problem as often as it is answered."""
+        return [problem for problem in problems for _ in range(self.config.rollout.group_size)]
 
     def _check_model(self) -> None:
         """What the configuration asks of the model and the task, before anything is sampled."""
@@ -252,7 +251,7 @@ class Trainer:
                 f"rollout.top_k is {rollout.top_k}, but model {name!r} has a vocabulary of {settings.vocab_size}; "
                 "choose at most that"
             )
-        prompts = [encode(self.tokenizer, problem) for problem in (*self._problems, *self.heldout)]
+        prompts = encode(self.tokenizer, (*self._problems, *self.heldout))
         context = getattr(settings, "max_position_embeddings", math.inf)
         longest = max(map(len, prompts))
         if longest + rollout.max_new_tokens > context:
@@ -261,7 +260,7 @@ class Trainer:
                 f"more than the context of model {name!r}, {context}; choose at most {context - longest}"
             )
         ids = [token for prompt in prompts for token in prompt]
-        unknown = ids.count(self.tokenizer.unk_token_id) / len(ids)
+        unknown = ids.count(self.tokenizer.unk_token_id) / max(len(ids), 1)
         if unknown:
             self.notes.append(
                 f"{unknown:.0%} of the prompts' tokens are unknown to the model's tokenizer; do model and task fit?"
