@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -58,6 +59,18 @@ class Fickle(Arithmetic):
 
     def score(self, problem: Problem, response: str) -> float:
         return float(len(response.split()) % 2 == 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Graded(Arithmetic):
+    """Arithmetic with several rewards, some unknown; where 3 divides the sum, all answers are equally good."""
+
+    name: ClassVar[str] = "graded"
+
+    def score(self, problem: Problem, response: str) -> float | None:
+        if int(problem.reference) % 3 == 0:
+            return 1.0
+        return (0.0, 0.5, 1.0, None)[zlib.crc32(response.encode()) % 4]
 
 
 @dataclass(frozen=True, kw_only=True)

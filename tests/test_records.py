@@ -220,6 +220,8 @@ def test_forced_tokens_need_no_topk():
     assert forced.check(top_k=2, vocabulary_size=8) is forced
     with pytest.raises(RolloutError, match="id -1"):
         replace(forced, sampled=rollout.sampled).check(top_k=2, vocabulary_size=8)
+    with pytest.raises(RolloutError, match="id 9"):
+        replace(forced, topk_ids=ids.masked_fill(ids == -1, 9)).check(top_k=2, vocabulary_size=8)
 
 
 def test_no_response_token_at_all():

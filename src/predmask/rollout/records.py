@@ -122,8 +122,13 @@ class Rollout:
                 raise RolloutError(f"{name} is {dtype}; log-probs are stored in float32 (16 bits distort ratios)")
 
     def _check_ids(self, vocabulary_size: int) -> None:
-        for name, ids in (("tokens", self.tokens), ("topk_ids", self.topk_ids[self.sampled])):
-            bad = ids[(ids < 0) | (ids >= vocabulary_size)]
+        # A negative id is a missing entry, which only a token that was not sampled may have.
+        required = self.sampled[:, None].expand(self.topk_ids.shape)
+        for name, ids, needed in (
+            ("tokens", self.tokens, torch.ones_like(self.sampled)),
+            ("topk_ids", self.topk_ids, required),
+        ):
+            bad = ids[((ids < 0) & needed) | (ids >= vocabulary_size)]
             if bad.numel():
                 raise RolloutError(
                     f"{name} holds id {int(bad[0])}, but the policy has ids 0 to {vocabulary_size - 1}; "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -40,7 +40,12 @@ class Agreement:
 
 
 def check_agreement(
-    behaviour: BehaviourSupport, policy: PolicySupport, sequence: Tensor, *, tolerance: float
+    behaviour: BehaviourSupport,
+    policy: PolicySupport,
+    sequence: Tensor,
+    response_mask: Tensor,
+    *,
+    tolerance: float,
 ) -> Agreement:
     """Compare both policies before any update.
 
@@ -48,19 +53,23 @@ def check_agreement(
         behaviour: mu as the engine reported it, N tokens.
         policy: pi by the trainer's forward pass with the same weights.
         sequence: [N] the response that each token belongs to; tokens in order.
+        response_mask: [N] bool, False for tokens that the policy did not sample.
         tolerance: mean disagreement that the engine's numerics explain, in nats.
 
     Raises AgreementError when the disagreement is above the tolerance and one of two faults explains it:
     log-probs shifted by one position, or another temperature.
     """
     policy = policy.detach()
-    mu, pi = behaviour.logp[..., 0], policy.logp[..., 0]
+    response_mask = response_mask.to(behaviour.logp.device)
+    behaviour = replace(behaviour, logp=behaviour.logp.masked_fill(~response_mask[:, None], math.nan))
+    mu, pi = behaviour.logp[:, 0], policy.logp[:, 0]
     known = torch.isfinite(mu) & torch.isfinite(pi)
     gap = (mu - pi)[known].abs()
     if not gap.numel():
         raise AgreementError("the engine returned no known log-prob of any sampled token; nothing could be trained on")
     mean = max(float(gap.mean()), _support_gap(behaviour, policy))
-    found = Agreement(mean=mean, largest=float(gap.max()), tokens=gap.numel(), unknown=int((~known).sum()))
+    unknown = int((response_mask & ~known).sum())
+    found = Agreement(mean=mean, largest=float(gap.max()), tokens=gap.numel(), unknown=unknown)
     if found.mean <= tolerance:
         return found
     explained = _FAULT_EXPLAINS * found.mean
@@ -84,7 +93,7 @@ def _support_gap(behaviour: BehaviourSupport, policy: PolicySupport) -> float:
     """Mean over tokens of sum_S mu |log mu - log pi|: the top-K entries must agree, too."""
     known = behaviour.valid & torch.isfinite(behaviour.logp) & torch.isfinite(policy.logp)
     gap = torch.where(known, behaviour.logp.exp() * (behaviour.logp - policy.logp).abs(), 0.0)
-    return float(gap.sum(-1).mean())
+    return float(gap[known[:, 0]].sum(-1).mean())
 
 
 def _shifted_gap(mu: Tensor, pi: Tensor, sequence: Tensor, shift: int) -> float:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from predmask.train.config import Config, ConfigError
+from predmask.train.models import no_progress_bars
 from predmask.train.options import to_toml
 
 _PACKAGES = ("predmask", "torch", "transformers", "tokenizers", "safetensors", "numpy", "reasoning-gym")
@@ -43,8 +44,9 @@ class RunDirectory:
     def write_checkpoint(self, model: Any, tokenizer: Any) -> None:
         """A Hugging Face model directory; written beside its place and renamed, so it is whole or absent."""
         partial = self.path / "checkpoint.partial"
-        model.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
+        with no_progress_bars():
+            model.save_pretrained(partial)
+            tokenizer.save_pretrained(partial)
         partial.rename(self.path / "checkpoint")
 
     def _write(self, name: str, text: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -41,21 +43,30 @@ def load_policy(name: str, device: torch.device) -> tuple[Any, Any]:
     cannot be opened.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
 
     path = model_path(name)
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # of a local file, at once
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, use_safetensors=True)
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        with no_progress_bars():
+            model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, use_safetensors=True)
+            tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model {name!r} could not be opened: {error}") from error
+    # Evaluation mode, also while training: the policy that is trained must be the one that samples.
+    return model.to(device).eval(), tokenizer
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Without the bars that transformers draws for each file that it reads or writes."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
     finally:
         if shown:
             logging.enable_progress_bar()
-    # Evaluation mode, also while training: the policy that is trained must be the one that samples.
-    return model.to(device).eval(), tokenizer
 
 
 def resolve_device(name: str) -> torch.device:

@@ -232,7 +232,9 @@ class Trainer:
         behaviour, policy = support_of(
             self.model, first, temperature=self.config.rollout.temperature, autocast=self.config.update.autocast
         )
-        self.agreement = check_agreement(behaviour, policy, first.sequence, tolerance=self.mismatch_tolerance)
+        self.agreement = check_agreement(
+            behaviour, policy, first.sequence, first.sampled, tolerance=self.mismatch_tolerance
+        )
 
     @property
     def mismatch_tolerance(self) -> float:
