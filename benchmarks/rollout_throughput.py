@@ -39,7 +39,7 @@ def embedded(prompts: int = 16, group: int = 16) -> Case:
     """The embedded model and task, groups of responses as in training."""
     model, tokenizer = load_policy(EMBEDDED, torch.device("cpu"))
     problems = Arithmetic().problems("train")[:prompts]
-    repeated = [encode(tokenizer, problem) for problem in problems for _ in range(group)]
+    repeated = encode(tokenizer, [problem for problem in problems for _ in range(group)])
     return Case(f"embedded model, {prompts} prompts x {group} responses", model, repeated, max_new_tokens=64)
 
 
