@@ -15,7 +15,7 @@ from predmask.train import Config, ConfigError, StepResult, Trainer, run
 from predmask.train.directory import find_checkpoint
 from predmask.train.models import load_policy
 from predmask.train.options import read_toml, resolve
-from predmask.train.trainer import mask_can_fire
+from predmask.train.trainer import mask_cannot_fire
 
 TINY = [
     "--device=cpu", "--steps=1", "--rollout.prompts=2", "--rollout.group_size=4", "--update.steps_per_rollout=2",
@@ -97,7 +97,7 @@ def test_a_failed_run_says_so(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_tensorboard_files_are_written() -> None:
-    _, directory = run(small(steps=1, tensorboard=True))
+    _, directory = run(small(steps=2, tensorboard=True))
     assert [path.name.split(".")[2] for path in (directory / "tensorboard").iterdir()] == ["tfevents"]
 
 
@@ -171,7 +171,7 @@ def test_eval_of_no_run_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_a_mask_that_cannot_fire_is_announced(layer: dict[str, object], reason: str | None) -> None:
-    found = mask_can_fire(small(layer))
+    found = mask_cannot_fire(small(layer))
     assert found is None if reason is None else reason in str(found)
 
 

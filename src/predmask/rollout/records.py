@@ -136,7 +136,7 @@ class Rollout:
                 )
 
     def _check_topk(self, top_k: int) -> None:
-        if self.top_k < top_k and self.top_k == 0:
+        if self.top_k == 0 < top_k:
             raise RolloutError(
                 f"top-K missing: {top_k} log-probs were asked for at each position, and the engine returned only "
                 "the sampled token's; use an engine that records top-K, or a rule that needs none"

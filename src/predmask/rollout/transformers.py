@@ -169,7 +169,8 @@ class _Decoder:
         self._model = model
         self._cache = in_place_cache(model.config)
         self._cache_argument = cache_argument
-        unique, self._expand = _unique_neighbours(prompts)
+        unique, expand = _unique_neighbours(prompts)
+        self._expand = expand.to(self.device)
         width = max(map(len, unique))
         ids = torch.zeros(len(unique), width, dtype=torch.int64)
         mask = torch.zeros(len(unique), width, dtype=torch.int64)
@@ -186,8 +187,8 @@ class _Decoder:
         positions = (self._mask.cumsum(-1) - 1).clamp(min=0)
         logits = self._forward(self._ids, positions)
         if len(self._expand) > len(self._ids):
-            self.keep(self._expand.to(self.device))
-            logits = logits[self._expand.to(self.device)]
+            self.keep(self._expand)
+            logits = logits[self._expand]
         return logits
 
     def decode(self, tokens: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ def evaluate(
 
     def answer(per_problem: int, sampling: Sampling) -> tuple[list[list[int]], float]:
         """For each problem, which of its answers are right; and the share of answers that were cut."""
-        repeated = [problem for problem in problems for _ in range(per_problem)]
+        repeated = repeat_each(problems, per_problem)
         rollout = engine.generate(encode(tokenizer, repeated), sampling, generator)
         scores = verifier.score(repeated, decode(tokenizer, rollout.responses()))
         hits = [int(is_right(score)) for score in scores]
@@ -86,6 +86,11 @@ def generator_for(seed: int, purpose: str) -> torch.Generator:
 def is_right(score: float | None) -> bool:
     """Whether an answer counts as right: full reward."""
     return score is not None and score >= 1.0
+
+
+def repeat_each(problems: Sequence[Problem], times: int) -> list[Problem]:
+    """Each problem as often as it is answered, neighbours being equal."""
+    return [problem for problem in problems for _ in range(times)]
 
 
 def encode(tokenizer: Any, problems: Sequence[Problem]) -> list[list[int]]:

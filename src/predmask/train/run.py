@@ -63,10 +63,12 @@ def run(config: Config, *, display: Display | None = None, engine: Engine | None
     """
     display = display or Display()
     started = time.perf_counter()
+    # What can be refused is refused before a model is loaded.
     refuse_existing(config)
-    write_scalars = _tensorboard() if config.tensorboard else None
+    open_scalars = _tensorboard() if config.tensorboard else None
     trainer = Trainer(config, engine=engine)
     directory = RunDirectory(config)
+    scalars = None if open_scalars is None else open_scalars(directory.path / "tensorboard")
     before: Accuracy | None = None
     last: StepResult | None = None
 
@@ -85,14 +87,16 @@ def run(config: Config, *, display: Display | None = None, engine: Engine | None
         for last in trainer.steps():
             heldout = {} if last.accuracy is None else {"heldout": asdict(last.accuracy)}
             directory.append_metrics({"step": last.step, **last.metrics, **heldout})
-            if write_scalars is not None:
-                write_scalars(directory.path, last)
+            if scalars is not None:
+                _write_scalars(scalars, last)
             display.stepped(last, trainer)
     except (KeyboardInterrupt, Exception) as error:
         finish("interrupted" if isinstance(error, KeyboardInterrupt) else f"failed: {error}")
         raise
     finally:
         trainer.close()
+        if scalars is not None:
+            scalars.close()
     return finish("finished"), directory.path
 
 
@@ -120,21 +124,22 @@ def _summarise(
     )
 
 
-def _tensorboard() -> Callable[[Path, StepResult], None]:
-    """What writes a step's figures for TensorBoard; ConfigError when that is not installed."""
+def _tensorboard() -> Callable[[Path], Any]:
+    """What opens TensorBoard's writer of a folder; ConfigError when TensorBoard is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise ConfigError(
             "tensorboard is not installed: install predmask[tensorboard] (in a clone: pip install -e '.[tensorboard]')"
         ) from error
+    return SummaryWriter
 
-    def write(directory: Path, result: StepResult) -> None:
-        with SummaryWriter(directory / "tensorboard") as writer:
-            for name, value in result.metrics.items():
-                writer.add_scalar(f"train/{name}", value, result.step)
-            if result.accuracy is not None:
-                writer.add_scalar("heldout/sampled", result.accuracy.sampled, result.step)
-                writer.add_scalar("heldout/greedy", result.accuracy.greedy, result.step)
 
-    return write
+def _write_scalars(scalars: Any, result: StepResult) -> None:
+    """A step's figures, on disk at once."""
+    for name, value in result.metrics.items():
+        scalars.add_scalar(f"train/{name}", value, result.step)
+    if result.accuracy is not None:
+        scalars.add_scalar("heldout/sampled", result.accuracy.sampled, result.step)
+        scalars.add_scalar("heldout/greedy", result.accuracy.greedy, result.step)
+    scalars.flush()

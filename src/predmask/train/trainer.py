@@ -27,7 +27,7 @@ from predmask.tasks.verifier import Verifier
 from predmask.train.agreement import Agreement, check_agreement
 from predmask.train.batches import Batch, support_of
 from predmask.train.config import Config, ConfigError
-from predmask.train.evaluate import Accuracy, decode, encode, evaluate, generator_for, is_right
+from predmask.train.evaluate import Accuracy, decode, encode, evaluate, generator_for, is_right, repeat_each
 from predmask.train.models import load_policy, resolve_device
 
 
@@ -116,7 +116,8 @@ class Trainer:
     def _step(self, step: int) -> Metrics:
         started = time.perf_counter()
         metrics = Metrics()
-        problems = self.prompts.take(self.config.rollout.prompts)
+        settings = self.config.rollout
+        problems = repeat_each(self.prompts.take(settings.prompts), settings.group_size)
         rollout = self._sample(problems)
         rewards = self._reward(problems, rollout, metrics)
         advantage = self._advantage(rewards, metrics)
@@ -134,8 +135,8 @@ class Trainer:
         return metrics
 
     def _sample(self, problems: list[Problem]) -> Rollout:
-        """A group of responses to each problem."""
-        prompts = encode(self.tokenizer, self._in_groups(problems))
+        """[B] responses, one to each of the problems."""
+        prompts = encode(self.tokenizer, problems)
         rollout = self.engine.generate(prompts, self.config.rollout.sampling(), self._sampling)
         if [list(prompt) for prompt in rollout.prompts] != prompts:
             raise RolloutError("the engine answered other prompts than it was given, or in another order")
@@ -143,7 +144,7 @@ class Trainer:
 
     def _reward(self, problems: list[Problem], rollout: Rollout, metrics: Metrics) -> torch.Tensor:
         """[B] rewards, NaN where an answer could not be scored."""
-        scores = self.verifier.score(self._in_groups(problems), decode(self.tokenizer, rollout.responses()))
+        scores = self.verifier.score(problems, decode(self.tokenizer, rollout.responses()))
         rewards = torch.tensor([math.nan if score is None else score for score in scores])
         metrics.mean("reward", rewards[~rewards.isnan()])
         metrics.mean("accuracy", torch.tensor([is_right(score) for score in scores if score is not None]))
@@ -241,10 +242,6 @@ class Trainer:
         """Mean |Δ log-prob| that the numerics of engine and trainer explain, in nats."""
         return self.config.engine.mismatch_tolerance + (0.1 if self.config.update.autocast else 0.0)
 
-    def _in_groups(self, problems: Sequence[Problem]) -> list[Problem]:
-        """Each problem as often as it is answered."""
-        return [problem for problem in problems for _ in range(self.config.rollout.group_size)]
-
     def _check_model(self) -> None:
         """What the configuration asks of the model and the task, before anything is sampled."""
         name, settings, rollout = self.config.model, self.model.config, self.config.rollout
@@ -271,7 +268,7 @@ class Trainer:
             self.notes.append(
                 f"eval.prompts is {self.config.eval.prompts}, but the task has {len(self.heldout)} held-out problems"
             )
-        reason = mask_can_fire(self.config)
+        reason = mask_cannot_fire(self.config)
         if reason is not None:
             self.notes.append(reason)
 
@@ -295,7 +292,7 @@ def problems_of(task: Task, split: Split) -> Sequence[Problem]:
     return problems
 
 
-def mask_can_fire(config: Config) -> str | None:
+def mask_cannot_fire(config: Config) -> str | None:
     """Why the mask of this configuration can never drop a token, or None when it can."""
     rule = config.rule
     if not rule.can_fire:

@@ -185,11 +185,16 @@ def per_token(advantage: Tensor, tokens: Tensor) -> Tensor:
     return advantage.detach().to(tokens.dtype).expand(tokens.shape)
 
 
-def ratio_criteria(behaviour: BehaviourSupport, policy: PolicySupport, low: float, high: float) -> Criteria:
-    """The criteria of the ratio rules: outside [low, high], direction r - 1, distance |r - 1|."""
+def ratio_minus_one(behaviour: BehaviourSupport, policy: PolicySupport) -> Tensor:
+    """[...] r - 1, the direction of the ratio rules."""
     log_ratio = policy.logp[..., 0] - behaviour.logp[..., 0]
     # expm1 overflows to inf where r does; a huge finite value keeps such a token known, outside and outward.
-    moved = torch.expm1(log_ratio).clamp(max=torch.finfo(log_ratio.dtype).max)
+    return torch.expm1(log_ratio).clamp(max=torch.finfo(log_ratio.dtype).max)
+
+
+def ratio_criteria(behaviour: BehaviourSupport, policy: PolicySupport, low: float, high: float) -> Criteria:
+    """The criteria of the ratio rules: outside [low, high], direction r - 1, distance |r - 1|."""
+    moved = ratio_minus_one(behaviour, policy)
     return Criteria(divergence=moved.abs(), outside=(moved < low - 1.0) | (moved > high - 1.0), rate=moved)
 
 

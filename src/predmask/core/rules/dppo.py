@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-import torch
 from typing_extensions import Doc
 
 from predmask.core.divergences import get_divergence
-from predmask.core.rules.base import Criteria, Rule, positive
+from predmask.core.rules.base import Criteria, Rule, positive, ratio_minus_one
 from predmask.core.support import BehaviourSupport, PolicySupport
 
 
@@ -50,10 +49,9 @@ class DPPO(Rule):
         return self.delta < get_divergence(self.divergence).upper_bound
 
     def criteria(self, behaviour: BehaviourSupport, policy: PolicySupport) -> Criteria:
-        """D on the support, and the direction r - 1 read as log r, which has its sign."""
+        """D on the support, and the direction r - 1."""
         if self.support == "binary":
             behaviour, policy = behaviour.binary(), policy.binary()
         divergence = get_divergence(self.divergence)(behaviour, policy)
-        log_ratio = policy.logp[..., 0] - behaviour.logp[..., 0]
-        rate = torch.expm1(log_ratio).clamp(max=torch.finfo(log_ratio.dtype).max)
-        return Criteria(divergence=divergence, outside=divergence > self.delta, rate=rate)
+        outside = divergence > self.delta
+        return Criteria(divergence=divergence, outside=outside, rate=ratio_minus_one(behaviour, policy))
