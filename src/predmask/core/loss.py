@@ -79,9 +79,19 @@ def policy_loss(
         weights: [...] from `token_weights`.
         ratio_cap: C, the cap of the detached importance weight; None for no cap.
     """
+    coefficients = loss_coefficients(decision, advantage, weights, ratio_cap=ratio_cap)
+    kept = torch.where(decision.keep, logp, 0.0)
+    return (coefficients * (kept - kept.detach() + 1.0)).sum()
+
+
+def loss_coefficients(
+    decision: MaskDecision, advantage: Tensor, weights: Tensor, *, ratio_cap: float | None = None
+) -> Tensor:
+    """[...] -weights · keep · min(r, C) · A: what a token adds to `policy_loss`, and the loss's derivative by log pi_k.
+
+    Takes what `policy_loss` takes; tokens that are not kept have 0.
+    """
     if ratio_cap is not None and not ratio_cap > 0:
         raise ValueError(f"ratio_cap is {ratio_cap}; it must be above 0 (None for no cap)")
     importance = decision.weight if ratio_cap is None else decision.weight.clamp(max=ratio_cap)
-    coefficient = torch.where(decision.keep, weights * importance * per_token(advantage, logp), 0.0).detach()
-    kept = torch.where(decision.keep, logp, 0.0)
-    return -(coefficient * (kept - kept.detach() + 1.0)).sum()
+    return -torch.where(decision.keep, weights * importance * per_token(advantage, decision.weight), 0.0).detach()

@@ -69,7 +69,7 @@ class BehaviourSupport:
         top_ids, top_logp = topk_ids.long(), topk_logp.detach().to(logp.dtype)
         recorded = (top_ids >= 0) & (top_logp != -math.inf)
         # A missing entry, whatever its id, must not hide a recorded one.
-        first = _first_occurrence(top_ids.masked_fill(~recorded, -1)) & (top_ids != sampled[..., None])
+        first = first_occurrence(top_ids.masked_fill(~recorded, -1)) & (top_ids != sampled[..., None])
         valid = torch.cat([torch.ones_like(sampled, dtype=torch.bool)[..., None], recorded & first], dim=-1)
         ids = torch.cat([sampled.long()[..., None], top_ids], dim=-1)
         slots = torch.cat([logp.detach()[..., None], top_logp], dim=-1).masked_fill(~valid, -math.inf)
@@ -213,8 +213,8 @@ def _rest(logp: Tensor, log_tail: Tensor) -> Tensor:
     return torch.logsumexp(torch.cat([logp[..., 1:], log_tail[..., None]], dim=-1), dim=-1)
 
 
-def _first_occurrence(ids: Tensor) -> Tensor:
-    """[..., K] bool, False where the same id stands earlier in the row."""
+def first_occurrence(ids: Tensor) -> Tensor:
+    """[..., S] bool, False where the same id stands earlier in the row."""
     ordered, order = ids.sort(dim=-1, stable=True)
     repeated = torch.zeros_like(ids, dtype=torch.bool)
     repeated[..., 1:] = ordered[..., 1:] == ordered[..., :-1]

@@ -1,0 +1,300 @@
+"""What a trainer calls: hidden states and a head's weight to statistics, decision, loss and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal, cast, get_args
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from predmask.core import BehaviourSupport, MaskDecision, Metrics, PolicySupport, Rule, mask_metrics
+from predmask.core.rules.base import per_token
+from predmask.ops.fused import Fused, Gradients, Wanted, each_tensor
+from predmask.ops.head import Head
+from predmask.ops.reference import dense_loss, dense_statistics
+from predmask.ops.shard import Shard
+from predmask.ops.sweep import TorchSweep
+
+Backend = Literal["auto", "dense", "chunked", "triton"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskedPolicyLoss:
+    """A masked policy loss and what it was computed from."""
+
+    loss: Tensor
+    """Scalar, with gradient to hidden states, weight and bias."""
+    decision: MaskDecision
+    """[...] the rule's decision; the loss reads it."""
+    behaviour: BehaviourSupport
+    """[...] mu, as given."""
+    policy: PolicySupport
+    """[...] pi on the same support, without gradient; NaN for tokens outside the response mask."""
+
+    @cached_property
+    def metrics(self) -> Metrics:
+        """The figures of `predmask.core.mask_metrics`."""
+        return mask_metrics(self.behaviour, self.policy, self.decision)
+
+
+def support_statistics(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor | BehaviourSupport,
+    *,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    scale: float = 1.0,
+    temperature: float = 1.0,
+    shard: Shard | None = None,
+    backend: Backend = "auto",
+) -> PolicySupport:
+    """Log-probs of each token's support, log tail mass, sum of squares and entropy, from hidden states.
+
+    logits = cap(scale · (hidden · weightᵀ + bias)) / temperature, cap(z) = softcap · tanh(z / softcap). The numbers
+    are those of `PolicySupport.from_logits` on these logits, but memory does not grow with the number of tokens.
+    Everything is summed in float32 (float64 where an input is), also for 16-bit inputs. Log-probs are
+    differentiable by hidden, weight and bias; the backward pass forms the logits again.
+
+    Args:
+        hidden: [..., D] hidden states, after the model's last norm.
+        weight: [V, D] the head's weight.
+        ids: [..., S] token ids, or the behaviour policy's support. An id that stands twice is one id.
+        bias: [V]
+        softcap: the head's final soft-cap, if it has one.
+        scale: the head's logit scale (Cohere's `logit_scale`, one over Granite's `logits_scaling`).
+        temperature: the sampling temperature.
+        shard: which part of the vocabulary `weight` is, if it is only a part. Then `hidden` and `ids` are the same in
+            all processes, and so is the gradient of `hidden`: it is summed already.
+        backend: `dense` holds all logits and is the specification, `chunked` runs anywhere, `triton` runs on GPUs;
+            `auto` is triton on a GPU that has it, else chunked.
+
+    Raises ValueError for shapes, ids or settings that do not fit.
+    """
+    head = Head(weight=weight, bias=bias, softcap=softcap, scale=scale, temperature=temperature)
+    behaviour = ids if isinstance(ids, BehaviourSupport) else _unknown_behaviour(ids)
+    leading = _check(hidden, head, behaviour, shard)
+    hidden, behaviour = hidden.reshape(-1, hidden.shape[-1]), _flat(behaviour, leading)
+    sweep = _sweep(backend, hidden, shard)
+    if sweep is None:
+        policy = dense_statistics(hidden, head, behaviour)
+    else:
+        fused = Fused(hidden=hidden.detach(), head=head.detach(), behaviour=behaviour, shard=shard, sweep=sweep)
+        with torch.no_grad():
+            policy = fused.statistics()
+        wanted = _wanted(hidden, head)
+        if wanted.any:
+            logp = _attach(policy.logp, lambda by_logp: fused.statistics_gradient(by_logp, wanted), hidden, head)
+            policy = replace(policy, logp=logp)
+    return each_tensor(policy, lambda values: values.reshape(*leading, *values.shape[1:]))
+
+
+def masked_policy_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    behaviour: BehaviourSupport,
+    advantage: Tensor,
+    *,
+    rule: Rule,
+    denominator: float | None = None,
+    weights: Tensor | None = None,
+    response_mask: Tensor | None = None,
+    ratio_cap: float | None = None,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    scale: float = 1.0,
+    temperature: float = 1.0,
+    weight_grad: Tensor | None = None,
+    shard: Shard | None = None,
+    backend: Backend = "auto",
+) -> MaskedPolicyLoss:
+    """The masked policy loss of `predmask.core.policy_loss`, and the decision, in one pass over the logits.
+
+    A chunk of tokens at a time: the logits are formed once, measured, handed to the rule, and turned into the
+    gradients of hidden, weight and bias, which the backward pass only hands out (the loss is final, for the weights
+    of all tokens are known). Tokens that have no gradient (dropped, A = 0) are left out of the backward products,
+    and those outside the response mask are not computed at all.
+
+    Args:
+        hidden: [..., D] hidden states, after the model's last norm; row i predicts token i.
+        weight: [V, D] the head's weight.
+        behaviour: [...] mu on the support of each token (`BehaviourSupport.from_topk`).
+        advantage: [...] of each token, or broadcastable with as many dimensions.
+        rule: the mask.
+        denominator: how many tokens the loss is averaged over, in the whole optimiser step.
+        weights: [...] instead of the denominator: each token's weight, from `token_weights`.
+        response_mask: [...] bool, False for padding and for tokens that the policy did not sample.
+        ratio_cap: C, the cap of the detached importance weight; None for no cap.
+        bias, softcap, scale, temperature: as in `support_statistics`.
+        weight_grad: [V, D] a buffer, such as `weight.grad`, to which the weight's gradient is added at once, instead of
+            by autograd: no second [V, D] tensor. Float32 (float64 where an input is). Whatever the loss is
+            multiplied by must then be in the weights already.
+        shard: as in `support_statistics`.
+        backend: as in `support_statistics`.
+
+    Raises ValueError for shapes, ids or settings that do not fit, and what the rule raises.
+    """
+    head = Head(weight=weight, bias=bias, softcap=softcap, scale=scale, temperature=temperature)
+    leading = _check(hidden, head, behaviour, shard)
+    advantage, weights, response = (
+        values.expand(leading).reshape(-1)
+        for values in (
+            per_token(advantage, behaviour.logp[..., 0]),
+            _weights(weights, denominator, advantage),
+            torch.ones_like(behaviour.valid[..., 0]) if response_mask is None else response_mask.bool(),
+        )
+    )
+    hidden, flat = hidden.reshape(-1, hidden.shape[-1]), _flat(behaviour, leading)
+    sweep = _sweep(backend, hidden, shard)
+    if sweep is None:
+        if weight_grad is not None:
+            raise ValueError("weight_grad needs a backend other than 'dense', whose gradients are autograd's")
+        loss, decision, policy = dense_loss(hidden, head, flat, advantage, weights, response, rule, ratio_cap)
+    else:
+        wanted = _wanted(hidden, head, weight_grad)
+        fused = Fused(hidden=hidden.detach(), head=head.detach(), behaviour=flat, shard=shard, sweep=sweep)
+        with torch.no_grad():
+            loss, decision, policy, gradients = fused.loss(advantage, weights, response, rule, ratio_cap, wanted)
+        if wanted.any:
+            loss = _attach(loss, _Once(gradients), hidden, head)
+
+    def shaped(values: Tensor) -> Tensor:
+        return values.reshape(*leading, *values.shape[1:])
+
+    return MaskedPolicyLoss(
+        loss=loss,
+        decision=each_tensor(decision, shaped),
+        behaviour=behaviour,
+        policy=each_tensor(policy, shaped),
+    )
+
+
+class _WithGradient(torch.autograd.Function):
+    """A value that is known already, with a function that knows its gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, gradients: Callable[[Tensor], Gradients], *inputs: Tensor | None) -> Tensor:
+        ctx.gradients = gradients
+        ctx.save_for_backward(*inputs)
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        _ = ctx.saved_tensors  # raises where an input was changed in between
+        found: Gradients = ctx.gradients(*grad_outputs)
+        return None, None, found.hidden, found.weight, found.bias
+
+
+class _Once:
+    """Gradients that were formed before the backward pass: multiplied in place and handed out, so only once."""
+
+    def __init__(self, gradients: Gradients) -> None:
+        self._gradients: Gradients | None = gradients
+
+    def __call__(self, by_loss: Tensor) -> Gradients:
+        if self._gradients is None:
+            raise RuntimeError(
+                "the gradients of this loss were handed out already; compute masked_policy_loss again for a second "
+                "backward pass"
+            )
+        gradients, self._gradients = self._gradients, None
+        if by_loss != 1:
+            for values in (gradients.hidden, gradients.weight, gradients.bias):
+                if values is not None:
+                    values.mul_(by_loss)
+        return gradients
+
+
+def _attach(value: Tensor, gradients: Callable[[Tensor], Gradients], hidden: Tensor, head: Head) -> Tensor:
+    return cast("Tensor", _WithGradient.apply(value, gradients, hidden, head.weight, head.bias))
+
+
+def _wanted(hidden: Tensor, head: Head, buffer: Tensor | None = None) -> Wanted:
+    """Which gradients are asked for; ValueError for a buffer that cannot hold one."""
+    if buffer is not None:
+        dtype = head.accumulation(hidden)
+        if buffer.shape != head.weight.shape or buffer.dtype != dtype or buffer.requires_grad:
+            raise ValueError(
+                f"weight_grad is {buffer.dtype} of shape {tuple(buffer.shape)}; it must be {dtype} of shape "
+                f"{tuple(head.weight.shape)} (sums over many chunks do not fit 16 bits), and outside the graph"
+            )
+    if not torch.is_grad_enabled():
+        return Wanted(hidden=False, weight=False, bias=False)
+    return Wanted(
+        hidden=hidden.requires_grad,
+        weight=head.weight.requires_grad and buffer is None,
+        bias=head.bias is not None and head.bias.requires_grad,
+        buffer=buffer,
+    )
+
+
+def _weights(weights: Tensor | None, denominator: float | None, advantage: Tensor) -> Tensor:
+    """The weight of each token, from one of the two ways to say it."""
+    if (weights is None) == (denominator is None):
+        raise ValueError(
+            "give either denominator (tokens of the whole optimiser step) or weights (from predmask.core.token_weights)"
+        )
+    if denominator is None:
+        return cast("Tensor", weights).detach()
+    if not denominator > 0:
+        raise ValueError(f"denominator is {denominator}; it must be above 0")
+    return torch.tensor(1.0 / denominator, device=advantage.device)
+
+
+def _sweep(backend: Backend, hidden: Tensor, shard: Shard | None) -> Callable[..., Any] | None:
+    """What sweeps over the logits; None for the dense reference."""
+    if backend not in get_args(Backend):
+        raise ValueError(f"unknown backend {backend!r}; choose one of {', '.join(get_args(Backend))}")
+    if backend == "dense":
+        if shard is not None:
+            raise ValueError("backend 'dense' needs the whole vocabulary; use 'chunked' or 'triton' for a shard")
+        return None
+    return TorchSweep
+
+
+def _check(hidden: Tensor, head: Head, behaviour: BehaviourSupport, shard: Shard | None) -> tuple[int, ...]:
+    """The leading shape [...] that everything has in common; ValueError for what does not fit."""
+    leading = behaviour.ids.shape[:-1]
+    if hidden.shape[:-1] != leading or hidden.shape[-1] != head.weight.shape[1]:
+        raise ValueError(
+            f"hidden {tuple(hidden.shape)}, weight {tuple(head.weight.shape)} and support {tuple(behaviour.ids.shape)} "
+            "do not fit: expected [..., D], [V, D] and [..., S]"
+        )
+    if not hidden.is_floating_point():
+        raise ValueError(f"hidden is {hidden.dtype}; hidden states are floating point")
+    size = len(head.weight) if shard is None else shard.vocabulary_size
+    if behaviour.ids.numel():
+        low, high = int(behaviour.ids.min()), int(behaviour.ids.max())
+        if low < 0 or high >= size:
+            raise ValueError(
+                f"token id {low if low < 0 else high} is outside the head's vocabulary of {size}; give padding any id "
+                "inside it, and a response_mask that leaves it out"
+            )
+    return tuple(leading)
+
+
+def _flat(behaviour: BehaviourSupport, leading: tuple[int, ...]) -> BehaviourSupport:
+    """[N] from [...]"""
+    return each_tensor(behaviour, lambda values: values.reshape(-1, *values.shape[len(leading) :]))
+
+
+def _unknown_behaviour(ids: Tensor) -> BehaviourSupport:
+    """A support of which only the ids are known."""
+    if ids.is_floating_point() or not ids.ndim or not ids.shape[-1]:
+        raise ValueError(
+            f"ids are {ids.dtype} of shape {tuple(ids.shape)}; expected integers [..., S] with S of 1 or more"
+        )
+    unknown = torch.full(ids.shape, torch.nan, device=ids.device)
+    return BehaviourSupport(
+        ids=ids.long(),
+        valid=torch.ones_like(ids, dtype=torch.bool),
+        logp=unknown,
+        log_tail=unknown[..., 0],
+        log_kth=unknown[..., 0],
+        top_k=0,
+    )

@@ -1,0 +1,30 @@
+"""The operator in plain torch with all logits at once: the specification that the other backends are tested against."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from predmask.core import BehaviourSupport, MaskDecision, PolicySupport, Rule, policy_loss
+from predmask.ops.head import Head
+
+
+def dense_statistics(hidden: Tensor, head: Head, behaviour: BehaviourSupport) -> PolicySupport:
+    """The policy on the support of N tokens, from hidden states [N, D]; differentiable."""
+    return PolicySupport.from_logits(head.logits(hidden), behaviour)
+
+
+def dense_loss(
+    hidden: Tensor,
+    head: Head,
+    behaviour: BehaviourSupport,
+    advantage: Tensor,
+    weights: Tensor,
+    response_mask: Tensor,
+    rule: Rule,
+    ratio_cap: float | None,
+) -> tuple[Tensor, MaskDecision, PolicySupport]:
+    """Loss, decision and statistics of N tokens; the loss is differentiable."""
+    policy = dense_statistics(hidden, head, behaviour)
+    decision = rule(behaviour, policy, advantage, response_mask)
+    loss = policy_loss(policy.logp[:, 0], decision, advantage, weights, ratio_cap=ratio_cap)
+    return loss, decision, policy.detach()
