@@ -184,7 +184,7 @@ class _WithGradient(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         _ = ctx.saved_tensors  # raises where an input was changed in between
         found: Gradients = ctx.gradients(*grad_outputs)
         return None, None, found.hidden, found.weight, found.bias
