@@ -23,6 +23,8 @@ SIZES = {
         "final_logit_softcapping": 2.0,
     },
     "mistral": {"num_key_value_heads": 1, "head_dim": 8, "sliding_window": 6},
+    "cohere": {"num_key_value_heads": 1, "logit_scale": 0.3},
+    "granite": {"num_key_value_heads": 1, "logits_scaling": 2.0, "residual_multiplier": 0.5},
     "qwen3_moe": {
         "num_key_value_heads": 1,
         "head_dim": 8,

@@ -1,14 +1,13 @@
-"""From a rollout to the policy's log-probs on its support."""
+"""Batches of a rollout, and the model's forward pass over them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from predmask.core import BehaviourSupport, PolicySupport
 from predmask.rollout import Rollout
 
 
@@ -32,21 +31,26 @@ class Batch:
         index = self.rollout.token_index(sequences)
         return Batch(self.rollout.select(sequences), self.advantage[index], self.weights[index])
 
+    def per_token(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """[N] advantages, weights, and whether the policy sampled the token, on a device."""
+        return self.advantage.to(device), self.weights.to(device), self.rollout.sampled.to(device)
 
-def response_logits(model: Any, rollout: Rollout, *, autocast: bool = False) -> Tensor:
-    """[N, V] the policy's logits for each response token of the rollout, with gradient.
+
+def response_rows(
+    compute: Callable[[Tensor], Tensor], rollout: Rollout, device: torch.device, *, autocast: bool
+) -> Tensor:
+    """[N, X] what `compute` gives, from ids [B, T] to [B, T, X], at the positions that predict the rollout's tokens.
 
     One forward pass over right-padded sequences; a causal model needs no mask for that, since padding
     comes after everything it could disturb.
     """
-    device = next(model.parameters()).device
     sequences = [
         torch.tensor([*prompt, *response])
         for prompt, response in zip(rollout.prompts, rollout.responses(), strict=True)
     ]
     ids = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True).to(device)
     rows = torch.repeat_interleave(torch.arange(len(sequences)), rollout.lengths)
-    # The logits at a position are those of the token after it.
+    # What stands at a position is about the token after it.
     columns = torch.cat(
         [
             torch.arange(len(prompt) - 1, len(prompt) - 1 + length)
@@ -54,14 +58,5 @@ def response_logits(model: Any, rollout: Rollout, *, autocast: bool = False) -> 
         ]
     )
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=autocast):
-        logits = model(input_ids=ids, use_cache=False).logits
-    return logits[rows.to(device), columns.to(device)].float()
-
-
-def support_of(
-    model: Any, rollout: Rollout, *, temperature: float, autocast: bool = False
-) -> tuple[BehaviourSupport, PolicySupport]:
-    """Both policies on the support of each of the rollout's N tokens, on the model's device."""
-    logits = response_logits(model, rollout, autocast=autocast)
-    behaviour = rollout.behaviour(logits.device)
-    return behaviour, PolicySupport.from_logits(logits, behaviour, temperature=temperature)
+        values = compute(ids)
+    return values[rows.to(device), columns.to(device)]

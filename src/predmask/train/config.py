@@ -103,6 +103,10 @@ class UpdateConfig:
     epochs: Annotated[int, Doc("passes over each rollout")] = 1
     micro_batch_size: Annotated[int, Doc("responses in one forward pass; changes memory, not the result")] = 16
     autocast: Annotated[bool, Doc("compute the forward pass in bfloat16 (weights stay float32)")] = False
+    head: Annotated[
+        Literal["auto", "fused", "dense"],
+        Doc("how hidden states become the loss: fused (chunk by chunk), dense (all logits), auto (fused where it can)"),
+    ] = "auto"
 
     def __post_init__(self) -> None:
         _at_least(self, "update", steps_per_rollout=1, epochs=1, micro_batch_size=1)

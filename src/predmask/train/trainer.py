@@ -17,7 +17,6 @@ from predmask.core import (
     mask_metrics,
     masked_tokens,
     merge_masked_tokens,
-    policy_loss,
     token_weights,
 )
 from predmask.rollout import Engine, EngineConfig, Rollout, RolloutError
@@ -25,9 +24,11 @@ from predmask.tasks import Problem, Split, Task
 from predmask.tasks.sampling import PromptSampler
 from predmask.tasks.verifier import Verifier
 from predmask.train.agreement import Agreement, check_agreement
-from predmask.train.batches import Batch, support_of
+from predmask.train.batches import Batch
 from predmask.train.config import Config, ConfigError
 from predmask.train.evaluate import Accuracy, decode, encode, evaluate, generator_for, is_right, repeat_each
+from predmask.train.forward import Forward, choose_forward
+from predmask.train.heads import HeadError
 from predmask.train.models import load_policy, resolve_device
 
 
@@ -64,6 +65,7 @@ class Trainer:
         self.notes: list[str] = []
         """What a user should know before the run starts."""
         self._check_model()
+        self._forward = self._choose_forward()
         self.engine = _start(config.engine, self.model) if engine is None else engine
         self.verifier = Verifier(config.task)
         self.version = 0
@@ -187,23 +189,18 @@ class Trainer:
         loss_value, kept = 0.0, 0
         masked = [self._masked]
         for micro in minibatch.split(config.update.micro_batch_size):
-            behaviour, policy = support_of(
-                self.model, micro.rollout, temperature=config.rollout.temperature, autocast=config.update.autocast
-            )
-            advantage, weights = micro.advantage.to(self.device), micro.weights.to(self.device)
-            decision = config.rule(behaviour, policy, advantage, micro.rollout.sampled.to(self.device))
-            loss = policy_loss(policy.logp[:, 0], decision, advantage, weights, ratio_cap=config.loss.ratio_cap)
-            if not torch.isfinite(loss):
+            result = self._forward.loss(micro, config.rule, config.loss.ratio_cap)
+            if not torch.isfinite(result.loss):
                 raise TrainingError(
-                    f"the loss is {loss.item()} at step {step}, optimiser step {self.version}; nothing was updated. "
-                    "Lower optimizer.learning_rate, or set loss.ratio_cap"
+                    f"the loss is {result.loss.item()} at step {step}, optimiser step {self.version}; nothing was "
+                    "updated. Lower optimizer.learning_rate, or set loss.ratio_cap"
                 )
-            loss.backward()
-            loss_value += loss.item()
-            kept += int(decision.keep.sum())
+            result.loss.backward()
+            loss_value += result.loss.item()
+            kept += int(result.decision.keep.sum())
             staleness = (self.version - micro.rollout.version).to(self.device)
-            metrics = metrics.merge(mask_metrics(behaviour, policy, decision, staleness=staleness))
-            masked.append(masked_tokens(decision, behaviour.ids[:, 0]))
+            metrics = metrics.merge(mask_metrics(result.behaviour, result.policy, result.decision, staleness=staleness))
+            masked.append(masked_tokens(result.decision, result.behaviour.ids[:, 0]))
         self._masked = merge_masked_tokens(*masked)
         metrics.mean("loss", torch.tensor([loss_value]))
         self._apply(metrics, step, kept)
@@ -224,15 +221,27 @@ class Trainer:
         self._optimizer.step()
         self.version += 1
 
+    def _choose_forward(self) -> Forward:
+        """Fused with the model's head where that can be honoured, and a note where it cannot."""
+        update, temperature = self.config.update, self.config.rollout.temperature
+        try:
+            forward, reason = choose_forward(self.model, update.head, temperature=temperature, autocast=update.autocast)
+        except HeadError as error:
+            raise ConfigError(
+                f"update.head is 'fused', but the head of model {self.config.model!r} cannot be taken apart: {error}; "
+                "use 'auto' or 'dense'"
+            ) from error
+        if reason is not None:
+            self.notes.append(f"all logits are formed (update.head = dense): the model cannot be taken apart, {reason}")
+        return forward
+
     @torch.no_grad()
     def _check_agreement(self, rollout: Rollout) -> None:
         """On one micro-batch, spread over the rollout's prompts."""
         responses = len(rollout.prompts)
         size = min(self.config.update.micro_batch_size, responses)
         first = rollout.select(torch.arange(size) * responses // size)
-        behaviour, policy = support_of(
-            self.model, first, temperature=self.config.rollout.temperature, autocast=self.config.update.autocast
-        )
+        behaviour, policy = self._forward.support(first)
         self.agreement = check_agreement(
             behaviour, policy, first.sequence, first.sampled, tolerance=self.mismatch_tolerance
         )

@@ -1,0 +1,87 @@
+"""A Hugging Face causal language model taken apart: hidden states, and the head that turns them into logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from predmask.ops import Head
+
+_PROBE_TOKENS = 8
+_PROBE_TOLERANCE = 1e-3
+"""How far the head's logits may be from the model's own, relative to the largest; both are float32."""
+
+
+class HeadError(ValueError):
+    """The model's head is none that can be taken apart; the text says what it has."""
+
+
+@dataclass(frozen=True)
+class ModelHead:
+    """The two halves of a causal language model."""
+
+    body: Any
+    """The model up to its last norm."""
+    module: Any
+    """Its output embeddings."""
+    softcap: float | None
+    scale: float
+
+    @classmethod
+    def of(cls, model: Any) -> ModelHead:
+        """Weight (tied or not), bias, soft-cap, logit scale and LoRA on the head, checked on a few tokens.
+
+        Raises HeadError when these do not give the model's own logits.
+        """
+        whole = model.get_base_model() if hasattr(model, "get_base_model") else model
+        module = whole.get_output_embeddings()
+        body = getattr(whole, whole.base_model_prefix, whole)
+        if body is whole:
+            raise HeadError(f"{type(whole).__name__} has no separate body")
+        settings = whole.config.get_text_config()
+        head = cls(
+            body=body,
+            module=module,
+            softcap=getattr(settings, "final_logit_softcapping", None),
+            scale=getattr(settings, "logit_scale", None) or 1.0 / (getattr(settings, "logits_scaling", None) or 1.0),
+        )
+        head._check_against(model, settings.vocab_size)
+        return head
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        """[B, T, D] hidden states after the last norm."""
+        return self.body(input_ids=ids, use_cache=False).last_hidden_state
+
+    def weight(self) -> Tensor:
+        """[V, D]; with LoRA on the head the product of its factors is added, as one matrix."""
+        module = self.module
+        if type(module) is torch.nn.Linear:
+            return module.weight
+        # peft wraps the layer: its own matrix, and a delta for each active adapter.
+        base = getattr(module, "base_layer", None)
+        if type(base) is not torch.nn.Linear or not hasattr(module, "get_delta_weight"):
+            raise HeadError(f"its head is a {type(module).__name__}, not a torch.nn.Linear or LoRA on one")
+        adapters = [] if module.disable_adapters or module.merged else module.active_adapters
+        return base.weight + sum(module.get_delta_weight(name) for name in adapters if name in module.lora_A)
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[V]"""
+        return self.module.bias
+
+    @torch.no_grad()
+    def _check_against(self, model: Any, vocabulary_size: int) -> None:
+        ids = torch.arange(_PROBE_TOKENS, device=next(model.parameters()).device)[None] % vocabulary_size
+        expected = model(input_ids=ids, use_cache=False).logits.float()
+        head = Head(weight=self.weight(), bias=self.bias, softcap=self.softcap, scale=self.scale)
+        found = head.logits(self.hidden(ids))
+        if found.shape != expected.shape:
+            raise HeadError(f"its logits are {tuple(expected.shape)}, and its head gives {tuple(found.shape)}")
+        error = float((found - expected).abs().max())
+        if not error <= _PROBE_TOLERANCE * max(1.0, float(expected.abs().max())):
+            raise HeadError(
+                f"its logits are up to {error:.2g} away from what weight, bias, soft-cap and scale of its head give"
+            )
