@@ -36,14 +36,15 @@ def with_head_bias(kind="llama"):
     return model
 
 
-def with_lora(kind="qwen3_untied", targets=("q_proj", "lm_head")):
+def with_lora(inner=None, targets=("q_proj", "lm_head")):
     """A model with trained-looking LoRA factors."""
     with torch.random.fork_rng(), warnings.catch_warnings():
         # peft asks transformers in a way that transformers deprecates.
         warnings.simplefilter("ignore", FutureWarning)
         torch.manual_seed(4)
         model = peft.get_peft_model(
-            small_model(kind), peft.LoraConfig(r=3, lora_alpha=6, target_modules=list(targets), lora_dropout=0.0)
+            inner or small_model("qwen3_untied"),
+            peft.LoraConfig(r=3, lora_alpha=6, target_modules=list(targets), lora_dropout=0.0),
         )
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
@@ -55,6 +56,7 @@ MODELS = {
     **{kind: lambda kind=kind: small_model(kind) for kind in SIZES},
     "head bias": with_head_bias,
     "lora": with_lora,
+    "lora on a head with bias": lambda: with_lora(with_head_bias()),
     "lora beside the head": lambda: with_lora(targets=("q_proj",)),
 }
 

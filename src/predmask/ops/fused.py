@@ -42,7 +42,12 @@ class Wanted:
 
     @property
     def any(self) -> bool:
-        """Whether a backward pass will come at all."""
+        """Whether gradients are to be formed at all."""
+        return self.by_autograd or self.buffer is not None
+
+    @property
+    def by_autograd(self) -> bool:
+        """Whether a backward pass will come."""
         return self.hidden or self.weight or self.bias
 
 
@@ -55,12 +60,12 @@ class Fused:
     head: Head
     behaviour: BehaviourSupport
     shard: Shard | None
-    sweep: Callable[[Head, Tensor], Sweep]
-    """The backend."""
+    make_sweep: Callable[[Head, Tensor, int], Sweep]
+    """The backend: from head, hidden states, and how many rows of the vocabulary a chunk is sized for."""
 
     def statistics(self) -> PolicySupport:
         """The policy on the support of each token."""
-        sweep = self.sweep(self.head, self.hidden)
+        sweep = self._sweep()
         everything = torch.arange(len(self.hidden), device=self.hidden.device)
         return _assemble(
             [(rows, self._policy(self._measure(sweep, rows), rows)) for rows in everything.split(sweep.chunk_tokens)]
@@ -69,7 +74,7 @@ class Fused:
     def statistics_gradient(self, by_logp: Tensor, wanted: Wanted) -> Gradients:
         """The gradients where `by_logp` [N, S] are the derivatives by log pi; the logits are formed again."""
         by_logp = by_logp.to(self._dtype).masked_fill(~self.behaviour.valid, 0.0)
-        sweep = self.sweep(self.head, self.hidden)
+        sweep = self._sweep()
         sums = _Sums(self, wanted)
         for rows in self._chunks(sweep, (by_logp != 0).any(1)):
             measured = self._measure(sweep, rows)
@@ -86,7 +91,7 @@ class Fused:
         One pass: the rule decides on a chunk while its logits are there. Tokens that cannot have a gradient are
         gathered into chunks of their own, and those outside the response mask are not computed at all.
         """
-        sweep = self.sweep(self.head, self.hidden)
+        sweep = self._sweep()
         sums = _Sums(self, wanted)
         learning = response & (advantage != 0) & (weights != 0) & wanted.any
         decisions: list[tuple[Tensor, MaskDecision]] = []
@@ -112,6 +117,11 @@ class Fused:
         outside = (~response).nonzero()[:, 0]
         decide(outside, self._not_computed(len(outside)))
         return coefficients.sum(), _assemble(decisions), _assemble(policies), sums.finish()
+
+    def _sweep(self) -> Sweep:
+        # Shards may differ in size, but must agree on the chunks that they exchange.
+        rows = len(self.head.weight) if self.shard is None else self.shard.mean_rows
+        return self.make_sweep(self.head, self.hidden, rows)
 
     def _measure(self, sweep: Sweep, rows: Tensor) -> Measured:
         """The logits of some tokens, over the whole vocabulary."""
@@ -170,9 +180,10 @@ class _Sums:
         """Add the gradients of a chunk whose tokens are `rows`."""
         if not len(slopes.tokens):
             return
-        by_hidden = sweep.add_products(slopes, self._fused.hidden[rows], self._head)
+        tokens = rows[slopes.tokens]
         if self._hidden is not None:
-            self._hidden[rows[slopes.tokens]] = by_hidden.to(self._hidden.dtype)
+            self._hidden[tokens] = sweep.hidden_gradient(slopes).to(self._hidden.dtype)
+        sweep.add_head_gradient(slopes, self._fused.hidden[tokens], self._head)
 
     def finish(self) -> Gradients:
         """All of it, in the dtypes of the inputs."""

@@ -40,8 +40,8 @@ class Head:
 
     def accumulation(self, hidden: Tensor) -> torch.dtype:
         """In what everything from the products on is summed: float64 if an input is float64, else float32."""
-        wide = torch.float64 in (self.weight.dtype, hidden.dtype)
-        return torch.float64 if wide else torch.float32
+        inputs = (hidden, self.weight, *(() if self.bias is None else (self.bias,)))
+        return torch.float64 if any(values.dtype == torch.float64 for values in inputs) else torch.float32
 
     def detach(self) -> Head:
         """The same head outside the graph."""
@@ -50,7 +50,8 @@ class Head:
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., V] logits at the sampling temperature, in the accumulation type."""
         dtype = self.accumulation(hidden)
-        raw = hidden.to(dtype) @ self.weight.to(dtype).T
+        with torch.autocast(hidden.device.type, enabled=False):  # or the product would be rounded to 16 bits
+            raw = hidden.to(dtype) @ self.weight.to(dtype).T
         if self.bias is not None:
             raw = raw + self.bias.to(dtype)
         raw = raw * self.scale

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, TypeVar, cast, get_args
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from predmask.core import BehaviourSupport, MaskDecision, Metrics, PolicySupport, Rule, mask_metrics
-from predmask.core.rules.base import per_token
 from predmask.ops.fused import Fused, Gradients, Wanted, each_tensor
 from predmask.ops.head import Head
 from predmask.ops.reference import dense_loss, dense_statistics
@@ -20,6 +20,8 @@ from predmask.ops.shard import Shard
 from predmask.ops.sweep import TorchSweep
 
 Backend = Literal["auto", "dense", "chunked", "triton"]
+
+_Record = TypeVar("_Record", PolicySupport, MaskDecision)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,18 +81,24 @@ def support_statistics(
     behaviour = ids if isinstance(ids, BehaviourSupport) else _unknown_behaviour(ids)
     leading = _check(hidden, head, behaviour, shard)
     hidden, behaviour = hidden.reshape(-1, hidden.shape[-1]), _flat(behaviour, leading)
-    sweep = _sweep(backend, hidden, shard)
-    if sweep is None:
+    make_sweep = _sweep(backend, hidden, shard)
+    if make_sweep is None:
         policy = dense_statistics(hidden, head, behaviour)
     else:
-        fused = Fused(hidden=hidden.detach(), head=head.detach(), behaviour=behaviour, shard=shard, sweep=sweep)
+        fused = Fused(
+            hidden=hidden.detach(), head=head.detach(), behaviour=behaviour, shard=shard, make_sweep=make_sweep
+        )
         with torch.no_grad():
             policy = fused.statistics()
         wanted = _wanted(hidden, head)
-        if wanted.any:
-            logp = _attach(policy.logp, lambda by_logp: fused.statistics_gradient(by_logp, wanted), hidden, head)
+        if wanted.by_autograd:
+
+            def gradients(by_logp: Tensor) -> Gradients:
+                return fused.statistics_gradient(by_logp, wanted)
+
+            logp = _attach(policy.logp, gradients, hidden, head, behaviour.ids, behaviour.valid)
             policy = replace(policy, logp=logp)
-    return each_tensor(policy, lambda values: values.reshape(*leading, *values.shape[1:]))
+    return _shaped(policy, leading)
 
 
 def masked_policy_loss(
@@ -131,8 +139,9 @@ def masked_policy_loss(
         ratio_cap: C, the cap of the detached importance weight; None for no cap.
         bias, softcap, scale, temperature: as in `support_statistics`.
         weight_grad: [V, D] a buffer, such as `weight.grad`, to which the weight's gradient is added at once, instead of
-            by autograd: no second [V, D] tensor. Float32 (float64 where an input is). Whatever the loss is
-            multiplied by must then be in the weights already.
+            by autograd: no second [V, D] tensor. Float32 (float64 where an input is). The loss must then not be
+            multiplied by anything before its backward pass: put that into the weights. Without grad mode nothing is
+            added.
         shard: as in `support_statistics`.
         backend: as in `support_statistics`.
 
@@ -140,36 +149,26 @@ def masked_policy_loss(
     """
     head = Head(weight=weight, bias=bias, softcap=softcap, scale=scale, temperature=temperature)
     leading = _check(hidden, head, behaviour, shard)
-    advantage, weights, response = (
-        values.expand(leading).reshape(-1)
-        for values in (
-            per_token(advantage, behaviour.logp[..., 0]),
-            _weights(weights, denominator, advantage),
-            torch.ones_like(behaviour.valid[..., 0]) if response_mask is None else response_mask.bool(),
-        )
-    )
+    advantage = _per_token("advantage", advantage, leading).to(behaviour.logp.dtype)
+    weights = _per_token("weights", _weights(weights, denominator, advantage), leading)
+    if response_mask is None:
+        response_mask = torch.ones_like(advantage, dtype=torch.bool)
+    response = _per_token("response_mask", response_mask, leading).bool()
     hidden, flat = hidden.reshape(-1, hidden.shape[-1]), _flat(behaviour, leading)
-    sweep = _sweep(backend, hidden, shard)
-    if sweep is None:
+    make_sweep = _sweep(backend, hidden, shard)
+    if make_sweep is None:
         if weight_grad is not None:
             raise ValueError("weight_grad needs a backend other than 'dense', whose gradients are autograd's")
         loss, decision, policy = dense_loss(hidden, head, flat, advantage, weights, response, rule, ratio_cap)
     else:
         wanted = _wanted(hidden, head, weight_grad)
-        fused = Fused(hidden=hidden.detach(), head=head.detach(), behaviour=flat, shard=shard, sweep=sweep)
+        fused = Fused(hidden=hidden.detach(), head=head.detach(), behaviour=flat, shard=shard, make_sweep=make_sweep)
         with torch.no_grad():
             loss, decision, policy, gradients = fused.loss(advantage, weights, response, rule, ratio_cap, wanted)
-        if wanted.any:
-            loss = _attach(loss, _Once(gradients), hidden, head)
-
-    def shaped(values: Tensor) -> Tensor:
-        return values.reshape(*leading, *values.shape[1:])
-
+        if wanted.by_autograd:
+            loss = _attach(loss, _Once(gradients, final=weight_grad is not None), hidden, head)
     return MaskedPolicyLoss(
-        loss=loss,
-        decision=each_tensor(decision, shaped),
-        behaviour=behaviour,
-        policy=each_tensor(policy, shaped),
+        loss=loss, decision=_shaped(decision, leading), behaviour=behaviour, policy=_shaped(policy, leading)
     )
 
 
@@ -185,16 +184,18 @@ class _WithGradient(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        _ = ctx.saved_tensors  # raises where an input was changed in between
+        # Reading the saved inputs raises where one was changed in between.
         found: Gradients = ctx.gradients(*grad_outputs)
-        return None, None, found.hidden, found.weight, found.bias
+        constants = len(ctx.saved_tensors) - 3
+        return None, None, found.hidden, found.weight, found.bias, *[None] * constants
 
 
 class _Once:
     """Gradients that were formed before the backward pass: multiplied in place and handed out, so only once."""
 
-    def __init__(self, gradients: Gradients) -> None:
+    def __init__(self, gradients: Gradients, *, final: bool) -> None:
         self._gradients: Gradients | None = gradients
+        self._final = final
 
     def __call__(self, by_loss: Tensor) -> Gradients:
         if self._gradients is None:
@@ -204,14 +205,22 @@ class _Once:
             )
         gradients, self._gradients = self._gradients, None
         if by_loss != 1:
+            if self._final:
+                raise RuntimeError(
+                    f"the loss was multiplied by {by_loss.item()} after weight_grad was filled; put that factor into "
+                    "weights or denominator, or leave weight_grad out"
+                )
             for values in (gradients.hidden, gradients.weight, gradients.bias):
                 if values is not None:
                     values.mul_(by_loss)
         return gradients
 
 
-def _attach(value: Tensor, gradients: Callable[[Tensor], Gradients], hidden: Tensor, head: Head) -> Tensor:
-    return cast("Tensor", _WithGradient.apply(value, gradients, hidden, head.weight, head.bias))
+def _attach(
+    value: Tensor, gradients: Callable[[Tensor], Gradients], hidden: Tensor, head: Head, *constants: Tensor
+) -> Tensor:
+    """The value in the graph; `constants` are what its gradients depend on, too."""
+    return cast("Tensor", _WithGradient.apply(value, gradients, hidden, head.weight, head.bias, *constants))
 
 
 def _wanted(hidden: Tensor, head: Head, buffer: Tensor | None = None) -> Wanted:
@@ -240,10 +249,21 @@ def _weights(weights: Tensor | None, denominator: float | None, advantage: Tenso
             "give either denominator (tokens of the whole optimiser step) or weights (from predmask.core.token_weights)"
         )
     if denominator is None:
-        return cast("Tensor", weights).detach()
-    if not denominator > 0:
-        raise ValueError(f"denominator is {denominator}; it must be above 0")
-    return torch.tensor(1.0 / denominator, device=advantage.device)
+        return cast("Tensor", weights)
+    if not 0 < denominator < math.inf:
+        raise ValueError(f"denominator is {denominator}; it must be a finite number above 0")
+    return torch.tensor(1.0 / denominator, dtype=advantage.dtype, device=advantage.device)
+
+
+def _per_token(name: str, values: Tensor, leading: tuple[int, ...]) -> Tensor:
+    """[N] a value for each token, outside the graph; ValueError for a shape that does not say which token is meant."""
+    pairs = zip(values.shape, leading, strict=True) if values.ndim == len(leading) else ()
+    if values.ndim not in (0, len(leading)) or any(size not in (1, tokens) for size, tokens in pairs):
+        raise ValueError(
+            f"{name} has shape {tuple(values.shape)} for tokens of shape {leading}; give one for each token, or a "
+            "tensor with as many dimensions that broadcasts (for sequences: values[:, None])"
+        )
+    return values.detach().expand(leading).reshape(-1)
 
 
 def _sweep(backend: Backend, hidden: Tensor, shard: Shard | None) -> Callable[..., Any] | None:
@@ -268,6 +288,10 @@ def _check(hidden: Tensor, head: Head, behaviour: BehaviourSupport, shard: Shard
     if not hidden.is_floating_point():
         raise ValueError(f"hidden is {hidden.dtype}; hidden states are floating point")
     size = len(head.weight) if shard is None else shard.vocabulary_size
+    if shard is not None and not 0 <= shard.start <= size - len(head.weight):
+        raise ValueError(
+            f"a shard of {len(head.weight)} rows from {shard.start} on does not lie in a vocabulary of {size}"
+        )
     if behaviour.ids.numel():
         low, high = int(behaviour.ids.min()), int(behaviour.ids.max())
         if low < 0 or high >= size:
@@ -281,6 +305,11 @@ def _check(hidden: Tensor, head: Head, behaviour: BehaviourSupport, shard: Shard
 def _flat(behaviour: BehaviourSupport, leading: tuple[int, ...]) -> BehaviourSupport:
     """[N] from [...]"""
     return each_tensor(behaviour, lambda values: values.reshape(-1, *values.shape[len(leading) :]))
+
+
+def _shaped(record: _Record, leading: tuple[int, ...]) -> _Record:
+    """[...] from [N]"""
+    return each_tensor(record, lambda values: values.reshape((*leading, *values.shape[1:])))
 
 
 def _unknown_behaviour(ids: Tensor) -> BehaviourSupport:

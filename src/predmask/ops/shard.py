@@ -32,6 +32,11 @@ class Shard:
         dist.all_reduce(sizes, group=group)
         return cls(start=int(sizes[:rank].sum()), vocabulary_size=int(sizes.sum()), group=group)
 
+    @property
+    def mean_rows(self) -> int:
+        """How many rows a process holds on average, rounded up: the same number in all of them."""
+        return -(-self.vocabulary_size // dist.get_world_size(self.group))
+
     def merge(self, local: Measured) -> Measured:
         """The logits of the whole vocabulary in brief: one exchange of S + 4 numbers a token."""
         packed = local.pack()

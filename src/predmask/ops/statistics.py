@@ -69,7 +69,8 @@ class Measured:
     @staticmethod
     def merge(parts: Sequence[Measured]) -> Measured:
         """The whole from parts of the vocabulary."""
-        shift = torch.stack([part.shift for part in parts]).amax(0)
+        # A part without a finite logit has no say in the shift.
+        shift = torch.stack([part.shift.masked_fill(part.log_norm == -math.inf, -math.inf) for part in parts]).amax(0)
         moved = [part.relative_to(shift) for part in parts]
         tails = Tail(
             log_mass=torch.stack([part.tail.log_mass for part in moved], dim=-1),

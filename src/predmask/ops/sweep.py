@@ -47,7 +47,7 @@ class HeadGradient:
     """[V, D]"""
     bias: Tensor | None
     """[V]"""
-    blank: bool = True
+    blank: bool
     """Whether the buffers hold no numbers yet."""
 
 
@@ -77,8 +77,12 @@ class Sweep(Protocol):
         """Likewise, where `by_logp` [n, S] are derivatives by log pi of every slot."""
         ...
 
-    def add_products(self, slopes: Slopes, hidden: Tensor, gradient: HeadGradient) -> Tensor:
-        """[m, D] the gradient of the tokens' hidden states; the head's is added to `gradient`."""
+    def hidden_gradient(self, slopes: Slopes) -> Tensor:
+        """[m, D] the gradient of the tokens' hidden states."""
+        ...
+
+    def add_head_gradient(self, slopes: Slopes, hidden: Tensor, gradient: HeadGradient) -> None:
+        """Add the head's gradient, where the tokens' hidden states are `hidden` [m, D]."""
         ...
 
 
@@ -96,7 +100,8 @@ def _workspace(elements: int, dtype: torch.dtype, device: torch.device) -> Tenso
         return torch.empty(elements, dtype=dtype, device=device)
     kept: Tensor | None = getattr(_spaces, str(dtype), None)
     if kept is None or len(kept) < elements:
-        kept = torch.empty(elements, dtype=dtype)
+        with torch.inference_mode(False):  # or it could not be used for training afterwards
+            kept = torch.empty(elements, dtype=dtype, device=device)
         setattr(_spaces, str(dtype), kept)
     return kept[:elements]
 
@@ -108,11 +113,11 @@ class TorchSweep:
     are in the cache. What remains in the workspace is exp(z - shift), from which the slopes are made in place.
     """
 
-    def __init__(self, head: Head, hidden: Tensor) -> None:
+    def __init__(self, head: Head, hidden: Tensor, rows: int) -> None:
         self._head = head
         self._dtype = dtype = head.accumulation(hidden)
         self._size = size = len(head.weight)
-        self.chunk_tokens = chunk_tokens(size, len(hidden))
+        self.chunk_tokens = chunk_tokens(rows, len(hidden))
         # One cell more than there are logits: ids of other parts of the vocabulary read and write there.
         self._spare = self.chunk_tokens * size
         hot = max(1, _HOT_ELEMENTS // size) if hidden.device.type == "cpu" else self.chunk_tokens
@@ -157,7 +162,7 @@ class TorchSweep:
         support = measured.support.exp()
         support[:, 0] = -measured.log_others.exp()
         support.mul_(self._prepare(measured))
-        self._cells.put_(self._distinct_places, support)
+        self._write(self._distinct_places, support)
         tokens = self._compact(by_logp != 0)
         scale = -by_logp[tokens] * (-measured.log_norm[tokens]).exp()
         return Slopes(tokens, self._rows[: len(tokens)], scale * self._gain)
@@ -165,27 +170,28 @@ class TorchSweep:
     def support_slopes(self, measured: Measured, by_logp: Tensor) -> Slopes:
         """The slopes by all slots (see `Sweep`)."""
         bend = self._prepare(measured)
-        self._cells.put_(self._distinct_places, measured.support.exp() * bend)
+        self._write(self._distinct_places, measured.support.exp() * bend)
         self._rows.mul_((-by_logp.sum(1) * (-measured.log_norm).exp())[:, None])
-        self._cells.put_(self._places, by_logp * bend, accumulate=True)
+        self._cells.scatter_add_(0, self._places.flatten(), (by_logp * bend).flatten())
         tokens = self._compact((by_logp != 0).any(1))
         return Slopes(tokens, self._rows[: len(tokens)], by_logp.new_full((len(tokens),), self._gain))
 
-    def add_products(self, slopes: Slopes, hidden: Tensor, gradient: HeadGradient) -> Tensor:
-        """The products of the slopes with weight and hidden states (see `Sweep`)."""
-        # Each token's scale goes with the small operands: no pass over the logits for it.
-        scaled = hidden[slopes.tokens].to(self._dtype) * slopes.scale[:, None]
-        by_hidden = torch.zeros_like(scaled)
-        beta = 0 if gradient.blank else 1
+    def hidden_gradient(self, slopes: Slopes) -> Tensor:
+        """[m, D] slopes times weight (see `Sweep`)."""
+        product = slopes.values.new_zeros(len(slopes.tokens), self._head.weight.shape[1])
         for columns, weight in self._weight_blocks():
-            values = slopes.values[:, columns]
-            by_hidden.addmm_(values, weight)
-            if gradient.weight is not None:
-                gradient.weight[columns].addmm_(values.T, scaled, beta=beta)
+            product.addmm_(slopes.values[:, columns], weight)
+        return product.mul_(slopes.scale[:, None])
+
+    def add_head_gradient(self, slopes: Slopes, hidden: Tensor, gradient: HeadGradient) -> None:
+        """Slopes times hidden states (see `Sweep`)."""
+        beta = 0 if gradient.blank else 1
+        if gradient.weight is not None:
+            # Each token's scale goes with the small operand: no pass over the logits for it.
+            gradient.weight.addmm_(slopes.values.T, hidden.to(self._dtype) * slopes.scale[:, None], beta=beta)
         if gradient.bias is not None:
             gradient.bias.addmv_(slopes.values.T, slopes.scale, beta=beta)
         gradient.blank = False
-        return by_hidden.mul_(slopes.scale[:, None])
 
     def _measure_part(self, part: slice, gain: float, support: Tensor, tail: Tail) -> None:
         """A few rows: raw logits become exp(z - shift), and 0 at the support."""
@@ -202,7 +208,7 @@ class TorchSweep:
         logits = torch.sub(rows, largest[:, None], out=self._hot[: len(rows)])
         torch.exp(logits, out=rows)
         places = self._distinct_places[part]
-        self._cells.put_(places, rows.new_zeros(places.shape))
+        self._write(places, rows.new_zeros(places.shape))
         mass = rows.sum(1)
         tail.log_mass[part] = mass.log()
         tail.collision[part] = (torch.linalg.vector_norm(rows, dim=1) / mass).square()
@@ -226,7 +232,8 @@ class TorchSweep:
         Returns what the support's cells must be multiplied by for the latter: 1 - (cap(z) / softcap)².
         """
         if measured.shift is not self._shift:
-            self._rows.mul_((self._shift - measured.shift).exp()[:, None])
+            # Where all logits here are -inf, the shift here is 0 and may lie above the other.
+            self._rows.mul_((self._shift - measured.shift).clamp(max=0.0).exp()[:, None])
         if self._head.softcap is None:
             return 1.0
         inverse = self._head.temperature / self._head.softcap
@@ -236,6 +243,9 @@ class TorchSweep:
             logits = torch.clamp(rows, min=tiny, out=self._hot[: len(rows)]).log_().add_(measured.shift[part, None])
             rows.mul_(logits.mul_(inverse).square_().neg_().add_(1.0))
         return 1.0 - ((measured.support + measured.shift[:, None]) * inverse).square()
+
+    def _write(self, places: Tensor, values: Tensor) -> None:
+        self._cells.scatter_(0, places.flatten(), values.flatten())
 
     def _compact(self, which: Tensor) -> Tensor:
         """Move the rows of the given tokens to the front; returns which token stands where.

@@ -38,9 +38,9 @@ class ModelHead:
         """
         whole = model.get_base_model() if hasattr(model, "get_base_model") else model
         module = whole.get_output_embeddings()
-        body = getattr(whole, whole.base_model_prefix, whole)
-        if body is whole:
-            raise HeadError(f"{type(whole).__name__} has no separate body")
+        body = getattr(whole, whole.base_model_prefix, None)
+        if module is None or body is None:
+            raise HeadError(f"{type(whole).__name__} has no body and output embeddings that stand apart")
         settings = whole.config.get_text_config()
         head = cls(
             body=body,
@@ -77,7 +77,12 @@ class ModelHead:
         ids = torch.arange(_PROBE_TOKENS, device=next(model.parameters()).device)[None] % vocabulary_size
         expected = model(input_ids=ids, use_cache=False).logits.float()
         head = Head(weight=self.weight(), bias=self.bias, softcap=self.softcap, scale=self.scale)
-        found = head.logits(self.hidden(ids))
+        hidden = self.hidden(ids)
+        if hidden.shape[-1] != head.weight.shape[1]:
+            raise HeadError(
+                f"its hidden states are {tuple(hidden.shape)}, and its head's weight {tuple(head.weight.shape)}"
+            )
+        found = head.logits(hidden)
         if found.shape != expected.shape:
             raise HeadError(f"its logits are {tuple(expected.shape)}, and its head gives {tuple(found.shape)}")
         error = float((found - expected).abs().max())
