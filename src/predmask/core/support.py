@@ -168,21 +168,23 @@ class PolicySupport:
         scaled = logits if logits.dtype == torch.float64 else logits.float()
         if temperature != 1:
             scaled = scaled / temperature
+        # Relative to the largest, so that large logits lose no digits.
+        scaled = scaled - scaled.detach().amax(dim=-1, keepdim=True)
         log_norm = torch.logsumexp(scaled, dim=-1, keepdim=True)
         broken = ~torch.isfinite(log_norm.detach())
         if broken.any():
             # Such a token is unknown, and must leave the graph here: NaN times a coefficient of 0 is NaN.
             scaled = scaled.masked_fill(broken, 0.0)
             log_norm = torch.logsumexp(scaled, dim=-1, keepdim=True)
-        logp = (scaled.gather(-1, behaviour.ids) - log_norm).masked_fill(~behaviour.valid, -math.inf)
-        logp = logp.masked_fill(broken, math.nan)
+        logp = (scaled.gather(-1, behaviour.ids) - log_norm).masked_fill(broken, math.nan)
+        logp = logp.masked_fill(~behaviour.valid, -math.inf)
         with torch.no_grad():
             log_all = scaled - log_norm
             entropy = -(log_all.exp() * log_all.clamp(min=log_tiny(log_all))).sum(-1)
             entropy = entropy.masked_fill(broken[..., 0], math.nan)
             tail = log_all.scatter_(-1, behaviour.ids, -math.inf)
             log_tail = torch.logsumexp(tail, dim=-1).masked_fill(broken[..., 0], math.nan)
-            tail_sum_squares = (2 * tail).exp().sum(-1)
+            tail_sum_squares = (2 * tail).exp().sum(-1).masked_fill(broken[..., 0], math.nan)
         return cls(
             logp=logp,
             log_tail=log_tail,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from predmask.core import BehaviourSupport, MaskDecision, PolicySupport, Rule, policy_loss
@@ -10,7 +11,10 @@ from predmask.ops.head import Head
 
 def dense_statistics(hidden: Tensor, head: Head, behaviour: BehaviourSupport) -> PolicySupport:
     """The policy on the support of N tokens, from hidden states [N, D]; differentiable."""
-    return PolicySupport.from_logits(head.logits(hidden), behaviour)
+    # NaN times a slope of 0 is NaN: a spoilt hidden state must not meet the weight.
+    spoilt = ~torch.isfinite(hidden).all(-1, keepdim=True)
+    logits = head.logits(hidden.masked_fill(spoilt, 0.0)).masked_fill(spoilt, torch.nan)
+    return PolicySupport.from_logits(logits, behaviour)
 
 
 def dense_loss(
