@@ -26,8 +26,9 @@ format: $(VENV)/.dev  ## format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/.dev  ## benchmarks: sampling throughput against transformers.generate
+bench: $(VENV)/.dev  ## benchmarks: sampling throughput, and the operator beside its peers (half an hour)
 	$(BIN)/python benchmarks/rollout_throughput.py
+	$(BIN)/python benchmarks/ops.py
 
 figures: $(VENV)/.dev  ## train and draw what the README's figures show (half an hour)
 	$(BIN)/python scripts/make_figures.py run

@@ -17,7 +17,7 @@ from predmask import RULES, BehaviourSupport, MaskDecision, PolicySupport, Rule
 from predmask.ops import MaskedPolicyLoss, masked_policy_loss, support_statistics, sweep
 from reference import Array, log_softmax
 
-LIMITS = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 1.01 * 2**-8, torch.float16: 1.01 * 2**-11}
+LIMITS = {torch.float64: 1e-11, torch.float32: 4e-6, torch.bfloat16: 1.01 * 2**-8, torch.float16: 1.01 * 2**-11}
 """How far a number in this dtype may be from the float64 one: a few steps of the sums in float64 and float32; in 16
 bits half a step, since sums are formed in float32 and rounded once (bfloat16: 8 bits, float16: 11 bits)."""
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -284,7 +284,7 @@ def run(case: OperatorCase, rule: Rule, backend: Any = "chunked", **options: Any
 
 
 def assert_near(actual: Any, expected: Any, limit: float, name: str = "", floor: float = 0.0) -> None:
-    """Equal within `limit` of the number itself, or of the largest one times 1e-5 where sums cancel."""
+    """Equal within `limit` of the number itself, or of the largest one where sums cancel."""
     actual, expected = torch.as_tensor(actual).detach().double(), torch.as_tensor(expected).detach().double()
     some = expected[torch.isfinite(expected)].abs()
     # float32 sums cannot be nearer than a few steps of their largest term.
@@ -298,7 +298,7 @@ def assert_same_policy(actual: PolicySupport, expected: PolicySupport, limit: fl
     """Nats within `limit`, and probabilities within `limit` of themselves."""
     for name in ("logp", "log_tail", "entropy"):
         assert_near(getattr(actual, name), getattr(expected, name), limit, name, floor=limit)
-    assert_near(actual.tail_sum_squares, expected.tail_sum_squares, limit, "tail_sum_squares", floor=1e-37)
+    assert_near(actual.tail_sum_squares, expected.tail_sum_squares, 3 * limit, "tail_sum_squares", floor=1e-37)
     assert actual.vocabulary_size == expected.vocabulary_size
 
 

@@ -15,10 +15,11 @@ ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 
 
-def test_the_examples_of_the_method_hold() -> None:
-    failures, examples = doctest.testfile(str(ROOT / "docs" / "method.md"), module_relative=False)
+@pytest.mark.parametrize(("page", "least"), [("method.md", 30), ("operator.md", 10)])
+def test_the_examples_hold(page: str, least: int) -> None:
+    failures, examples = doctest.testfile(str(ROOT / "docs" / page), module_relative=False)
     assert failures == 0
-    assert examples > 30
+    assert examples > least
 
 
 def test_the_readme_example_runs(capsys: pytest.CaptureFixture[str]) -> None:

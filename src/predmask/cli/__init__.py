@@ -10,9 +10,10 @@ import sys
 from collections.abc import Sequence
 
 # To add a verb, write its file and add its name here. Verbs import what is slow to import only when they run.
-VERBS = ("train", "eval", "list", "config")
+VERBS = ("train", "eval", "list", "config", "bench")
 
 _EXTRAS = {
+    "matplotlib": "figures",
     "numpy": "train",
     "reasoning_gym": "reasoning-gym",
     "safetensors": "train",
@@ -27,6 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 2 for a user's mistake, 130 when interrupted."""
     # Before torch is loaded: waiting threads sleep, for on a busy machine spinning ones are many times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # Large tensors lie on huge pages: of small ones, the first touch costs more than most of what is done on them.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     try:
         return _run(argv)
     except KeyboardInterrupt:
@@ -93,11 +96,12 @@ def _missing_package(error: ImportError) -> str | None:
 
 def _user_mistakes() -> tuple[type[Exception], ...]:
     """The errors whose text is meant for the user; anything else is a fault of this program."""
+    from predmask.bench import BenchError
     from predmask.rollout import RolloutError
     from predmask.tasks.verifier import VerifierError
     from predmask.train.config import ConfigError
 
-    return ConfigError, RolloutError, VerifierError, FileNotFoundError
+    return BenchError, ConfigError, RolloutError, VerifierError, FileNotFoundError
 
 
 def _fail(message: str) -> int:

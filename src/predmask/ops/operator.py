@@ -152,7 +152,7 @@ def masked_policy_loss(
     advantage = _per_token("advantage", advantage, leading).to(behaviour.logp.dtype)
     weights = _per_token("weights", _weights(weights, denominator, advantage), leading)
     if response_mask is None:
-        response_mask = torch.ones_like(advantage, dtype=torch.bool)
+        response_mask = torch.ones((), dtype=torch.bool, device=hidden.device)
     response = _per_token("response_mask", response_mask, leading).bool()
     hidden, flat = hidden.reshape(-1, hidden.shape[-1]), _flat(behaviour, leading)
     make_sweep = _sweep(backend, hidden, shard)
@@ -274,7 +274,22 @@ def _sweep(backend: Backend, hidden: Tensor, shard: Shard | None) -> Callable[..
         if shard is not None:
             raise ValueError("backend 'dense' needs the whole vocabulary; use 'chunked' or 'triton' for a shard")
         return None
-    return TorchSweep
+    if backend == "chunked" or (backend == "auto" and not hidden.is_cuda):
+        return TorchSweep
+    try:
+        from predmask.ops.triton_sweep import TritonSweep, hindrance
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        if backend == "auto":
+            return TorchSweep
+        raise ValueError(
+            "backend 'triton' needs the package triton (pip install triton; torch's wheels for GPUs bring it); use "
+            "'chunked' without it"
+        ) from error
+    if backend == "triton":
+        return TritonSweep
+    return lambda head, states, rows: (TorchSweep if hindrance(head, states) else TritonSweep)(head, states, rows)
 
 
 def _check(hidden: Tensor, head: Head, behaviour: BehaviourSupport, shard: Shard | None) -> tuple[int, ...]:
