@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from predmask import RULES, BehaviourSupport, MaskDecision, PolicySupport, Rule
+from predmask import RULES, BehaviourSupport, MaskDecision, PolicySupport, Predictive, Rule
 from predmask.ops import MaskedPolicyLoss, masked_policy_loss, support_statistics, sweep
 from reference import Array, log_softmax
 
@@ -342,3 +342,24 @@ def small_chunks(tokens: int | None = 3, hot_rows: int = 2, weight_rows: int = 4
         patch.setattr(sweep, "_WIDENED_ROWS", weight_rows)
         patch.setattr(sweep, "_HOT_ELEMENTS", hot_rows * 13)
         yield
+
+
+BACKENDS = ["dense", "chunked"]
+EVERY_BACKEND = pytest.mark.parametrize("backend", BACKENDS)
+EVERY_RULE = pytest.mark.parametrize("rule", RULE_SETTINGS, ids=str)
+EVERY_SETTING = pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+WHOLE = Predictive(delta=0.05)
+FIELD_WORKSPACE = sweep.WORKSPACE_ELEMENTS
+SHAPES: dict[str, dict[str, Any]] = {
+    "odd": {"tokens": 7, "vocabulary": 17, "width": 5, "top_k": 4},
+    "no token": {"tokens": 0},
+    "one token": {"tokens": 1},
+    "sampled alone": {"top_k": 0},
+    "all but one": {"tokens": 11, "vocabulary": 6, "top_k": 5, "spoilt": False},
+    "top-K is everything": {"tokens": 11, "vocabulary": 6, "top_k": 6, "spoilt": False},
+    "full": {"tokens": 5, "full": True},
+    "two words": {"vocabulary": 2, "top_k": 1},
+    "width 1": {"width": 1},
+    "many": {"tokens": 200, "vocabulary": 37, "width": 5},
+}
+"""Shapes of `build`."""

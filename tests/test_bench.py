@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from predmask.bench import VARIANTS, Case, Result, Row, Variant, measure, read_json, table, write_json
+from predmask.bench import VARIANTS, BenchError, Case, Result, Row, Variant, measure, read_json, table, write_json
 from predmask.bench.cases import Inputs
 from predmask.bench.memory import available, peak_in_new_process
 from predmask.bench.peers import Outcome
@@ -119,7 +119,8 @@ def test_peak_memory_is_that_of_the_logits(tmp_path: Path) -> None:
         found = peaks[name]
         assert found is not None
         assert least * logits < found < most * logits, name
-    assert peak_in_new_process("no such variant", tmp_path) is None
+    with pytest.raises(BenchError, match=r"no such variant.*KeyError"):
+        peak_in_new_process("no such variant", tmp_path)
 
 
 def row(name: str, *wall: float) -> Row:

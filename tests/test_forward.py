@@ -11,7 +11,7 @@ import torch
 
 from helpers_training import recorded_as, small
 from predmask.core import DPPO, RULES, Predictive
-from predmask.ops import support_statistics
+from predmask.ops import masked_policy_loss, support_statistics
 from predmask.rollout import Sampling, TransformersEngine
 from predmask.train import Trainer
 from predmask.train.batches import Batch
@@ -160,21 +160,49 @@ def test_only_response_positions_reach_the_head(monkeypatch):
     model = small_model("llama")
     batch = batch_of(model)
     seen = []
+
+    def watched(hidden, *args, **settings):
+        seen.append(len(hidden))
+        return masked_policy_loss(hidden, *args, **settings)
+
+    monkeypatch.setattr("predmask.train.forward.masked_policy_loss", watched)
     monkeypatch.setattr(model.lm_head, "forward", lambda *_: seen.append("logits"))
     head = ModelHead(body=model.model, module=model.lm_head, softcap=None, scale=1.0)
     FusedForward(head, temperature=1.0, autocast=False).loss(batch, RULE, None).loss.backward()
-    assert not seen
+    assert seen == [len(batch.rollout.tokens)]
 
 
 def test_under_autocast_the_heads_sums_stay_float32():
     model = small_model("llama")
     rollout = batch_of(model).rollout
     forward, _ = choose_forward(model, "fused", temperature=1.0, autocast=True)
-    hidden = forward._hidden(rollout)
+    hidden, weight = forward._hidden(rollout), model.lm_head.weight.bfloat16()
     _, policy = forward.support(rollout)
-    exact = support_statistics(hidden.double(), model.lm_head.weight.double(), rollout.behaviour(hidden.device))
+    exact = support_statistics(hidden.double(), weight.double(), rollout.behaviour(hidden.device))
     assert policy.logp.dtype == torch.float32
     torch.testing.assert_close(policy.logp[:, 0].double(), exact.logp[:, 0], rtol=0, atol=1e-5)
+
+
+def test_under_autocast_the_heads_gradient_is_not_rounded():
+    """It is summed in the float32 gradient of the float32 weight."""
+    model = small_model("qwen3_untied")
+    batch = batch_of(model)
+    forward, _ = choose_forward(model, "fused", temperature=1.0, autocast=True)
+    forward.loss(batch, RULE, None).loss.backward()
+    gradient = model.lm_head.weight.grad
+    assert gradient.dtype == torch.float32
+    assert not torch.equal(gradient, gradient.bfloat16().float())
+    model.zero_grad()
+    choose_forward(model, "fused", temperature=1.0, autocast=False)[0].loss(batch, RULE, None).loss.backward()
+    assert (gradient - model.lm_head.weight.grad).norm() < 0.1 * gradient.norm()
+
+
+def test_only_the_head_may_be_trained():
+    model = small_model("qwen3_untied").requires_grad_(False)
+    model.lm_head.weight.requires_grad_(True)
+    (_, expected), (_, found) = both(model, batch_of(model), RULE)
+    assert found.keys() == {"lm_head.weight"}
+    torch.testing.assert_close(found["lm_head.weight"], expected["lm_head.weight"], rtol=1e-4, atol=1e-6)
 
 
 class Shifted(torch.nn.Linear):
@@ -202,7 +230,39 @@ def another_scale():
     return model
 
 
+def unread_cap():
+    """A soft-cap that no name in the configuration tells of, on logits so small that it hardly shows."""
+    model = small_model("llama")
+    model.lm_head.weight.data.mul_(0.2)
+
+    def change(_module, _inputs, output):
+        output.logits = 30.0 * torch.tanh(output.logits / 30.0)
+        return output
+
+    model.register_forward_hook(change)
+    return model
+
+
+def impossible_scale():
+    model = small_model("cohere")
+    model.config.logit_scale = -0.3
+    return model
+
+
+def adapted(**settings):
+    """A model whose head peft has adapted in its own way."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = settings.pop("kind", peft.LoraConfig)(r=3, target_modules=["lm_head"], **settings)
+        return peft.get_peft_model(small_model("qwen3_untied"), config).eval()
+
+
 UNHONOURED = {
+    "unread soft-cap": (unread_cap, "away from"),
+    "impossible scale": (impossible_scale, "scale is -0.3"),
+    "DoRA": (lambda: adapted(use_dora=True), "variant"),
+    "LoRA with bias": (lambda: adapted(lora_bias=True), "bias"),
+    "LoHa": (lambda: adapted(kind=peft.LoHaConfig), "not a torch.nn.Linear or LoRA"),
     "another module": (shifted, "Shifted"),
     "another scale": (another_scale, "away from"),
     "other logits": (lambda: with_logits([0.0] * VOCABULARY), "away from"),
@@ -246,14 +306,16 @@ def shifted_embedded():
 
 @pytest.mark.parametrize("rule", [RULE, DPPO(delta=0.02)])
 def test_a_run_comes_to_the_same_weights_either_way(rule):
+    start = torch.cat([values.flatten() for values in embedded()[0].state_dict().values()])
     ends = []
     for path in ("dense", "fused"):
         trainer = Trainer(small(rule={"name": rule.name, "delta": rule.delta}, update={"head": path}, steps=2))
         figures = [result.metrics for result in trainer.steps()]
         trainer.close()
-        ends.append((figures, torch.cat([values.flatten() for values in trainer.model.state_dict().values()])))
+        ends.append((figures, torch.cat([values.flatten() for values in trainer.model.state_dict().values()]) - start))
     (dense, expected), (fused, found) = ends
     assert dense[0]["mask_frac"] == fused[0]["mask_frac"] > 0
     for name in ("loss", "grad_norm", "entropy", "behaviour_kl", "mismatch_kl"):
         assert math.isclose(dense[0][name], fused[0][name], rel_tol=2e-3, abs_tol=1e-6), name
-    torch.testing.assert_close(found, expected, rtol=0, atol=2e-3)
+    # Adam makes whole steps of what rounding leaves of a gradient, so a few weights go elsewhere.
+    assert (found - expected).norm() < 0.05 * expected.norm()

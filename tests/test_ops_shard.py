@@ -35,7 +35,8 @@ from helpers_ops import (
 )
 from predmask import NoMask, PolicySupport, Predictive, Reason, Rule
 from predmask.core.support import first_occurrence
-from predmask.ops import Head, Shard, sweep
+from predmask.ops import Shard, sweep
+from predmask.ops.head import Head
 from predmask.ops.statistics import Measured, Tail
 
 SECONDS = 240

@@ -22,7 +22,8 @@ from torch import Tensor
 from helpers_ops import RULE_SETTINGS, SETTINGS, OperatorCase, build, each, gradients, leaves, loss, statistics
 from predmask import RULES, BehaviourSupport, PolicySupport, Predictive, Reason, Rule
 from predmask.core.support import first_occurrence
-from predmask.ops import Head, operator, support_statistics
+from predmask.ops import operator, support_statistics
+from predmask.ops.head import Head
 from predmask.ops.statistics import Measured, Tail
 from predmask.ops.sweep import HeadGradient, TorchSweep
 

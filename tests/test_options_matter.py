@@ -99,7 +99,7 @@ def test_no_option_is_left_out() -> None:
     known = {
         f"{section}.{field.name}" for section in sections for field in dataclasses.fields(getattr(small(), section))
     }
-    # Micro-batches change nothing but memory, which has a test of its own.
+    # These change memory and speed, not the result: tests of their own say so (test_update, test_forward).
     assert known - CHANGES.keys() == {"update.micro_batch_size", "update.head"}
 
 

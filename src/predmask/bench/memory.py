@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from predmask.bench.cases import Inputs
+from predmask.bench.cases import BenchError, Inputs
 from predmask.bench.variants import VARIANTS, Variant, run, why_not
 
 _STATUS = Path("/proc/self/status")
@@ -20,11 +20,15 @@ _CLEAR = Path("/proc/self/clear_refs")
 
 
 def peak_in_new_process(name: str, folder: Path) -> int | None:
-    """Bytes, for the inputs that were saved to `folder`; None where the system does not count them."""
+    """Bytes, for the inputs that were saved to `folder`; None where the system does not count them.
+
+    Raises BenchError where the process fails, as for want of memory.
+    """
     command = [sys.executable, "-m", "predmask.bench.memory", name, str(folder), str(torch.get_num_threads())]
     done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
     if done.returncode:
-        return None
+        reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        raise BenchError(f"{name} failed in a process of its own: {reason}")
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -188,6 +188,8 @@ def _choose(case: Case, names: Sequence[str] | None) -> tuple[list[str], dict[st
     for name, variant in VARIANTS.items():
         if names is None and not variant.usual:
             left_out[name] = f"very slow; ask for it with --only {name}"
+        elif name == PLAIN and case.device == "cuda":
+            left_out[name] = "it is a plain torch sweep, and the operator's on a GPU is Triton's"
         elif names is None or name in names or name == BOUND:
             held = 4 * 4 * case.tokens * case.vocabulary * variant.dense
             if free is not None and held > free:
@@ -244,7 +246,11 @@ def _peaks(case: Case, names: list[str], inputs: Inputs, progress: Progress) -> 
         inputs.release()
         for name in names:
             progress(f"{case.title}: peak memory, {VARIANTS[name].label}", False)
-            found[name] = peak_in_new_process(name, Path(folder))
+            try:
+                found[name] = peak_in_new_process(name, Path(folder))
+            except BenchError as error:  # the times are worth keeping
+                progress(f"{case.title}: {error}", True)
+                found[name] = None
     return found
 
 

@@ -35,7 +35,7 @@ def from_logp(inputs: Inputs, logp: Tensor) -> Outcome:
 
 
 def dense_logp(inputs: Inputs) -> Outcome:
-    """All logits at once, in float32 from the product on, and autograd."""
+    """All logits at once, in float32 after the product, which is rounded to the dtype of its inputs; and autograd."""
     logits = (inputs.hidden @ inputs.weight.T).float()
     logp = logits.gather(-1, inputs.sampled[:, None])[:, 0] - logits.logsumexp(-1)
     return from_logp(inputs, logp)

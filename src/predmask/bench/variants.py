@@ -14,8 +14,9 @@ from predmask.bench import peers
 from predmask.bench.cases import Case, Inputs
 from predmask.bench.peers import Outcome
 from predmask.core import BehaviourSupport, NoMask, Predictive
-from predmask.ops import Head, masked_policy_loss, support_statistics
+from predmask.ops import masked_policy_loss, support_statistics
 from predmask.ops.fused import Fused, Wanted, take
+from predmask.ops.head import Head
 from predmask.ops.statistics import Tail
 from predmask.ops.sweep import TorchSweep, chunk_tokens
 
@@ -190,11 +191,12 @@ def why_not(name: str, device: str = "cpu") -> str | None:
         warnings.simplefilter("ignore")
         try:
             run(variant, Case(tokens=8, hidden_size=16, vocabulary=64, top_k=4, device=device).inputs())
+        except ModuleNotFoundError as error:
+            return f"{error}; pip install '{variant.needs}'"
         except Exception as error:  # whatever a peer raises is the reason
             if not variant.needs:
                 raise
-            reason = (str(error) or type(error).__name__).strip().splitlines()[0]
-            return f"{reason}; pip install '{variant.needs}'"
+            return (str(error) or type(error).__name__).strip().splitlines()[0]
     return None
 
 

@@ -16,7 +16,7 @@ from predmask.core.support import first_occurrence
 from predmask.ops.head import Head
 from predmask.ops.shard import Shard
 from predmask.ops.statistics import Measured
-from predmask.ops.sweep import HeadGradient, Slopes, Sweep
+from predmask.ops.sweep import HeadGradient, MakeSweep, Slopes, Sweep
 
 _Record = TypeVar("_Record", BehaviourSupport, PolicySupport, MaskDecision)
 
@@ -60,8 +60,8 @@ class Fused:
     head: Head
     behaviour: BehaviourSupport
     shard: Shard | None
-    make_sweep: Callable[[Head, Tensor, int], Sweep]
-    """The backend: from head, hidden states, and how many rows of the vocabulary a chunk is sized for."""
+    make_sweep: MakeSweep
+    """The backend."""
 
     def statistics(self) -> PolicySupport:
         """The policy on the support of each token."""
@@ -115,7 +115,8 @@ class Fused:
         for rows in self._chunks(sweep, response & ~learning):
             decide(rows, self._policy(self._measure(sweep, rows), rows))
         outside = (~response).nonzero()[:, 0]
-        decide(outside, self._not_computed(len(outside)))
+        if len(outside) or not decisions:
+            decide(outside, self._not_computed(len(outside)))
         return coefficients.sum(), _assemble(decisions), _assemble(policies), sums.finish()
 
     def _sweep(self) -> Sweep:
@@ -165,8 +166,9 @@ class _Sums:
     def __init__(self, fused: Fused, wanted: Wanted) -> None:
         self._fused, self._wanted = fused, wanted
         head, dtype = fused.head, fused.head.accumulation(fused.hidden)
-        # What is still to be summed over shards is not rounded to 16 bits before.
-        kept = fused.hidden.dtype if fused.shard is None else dtype
+        # What is still to be summed over shards, or in float16 to be multiplied by a loss scale, is not rounded before.
+        wide = fused.shard is not None or fused.hidden.dtype == torch.float16
+        kept = dtype if wide else fused.hidden.dtype
         self._hidden = torch.zeros_like(fused.hidden, dtype=kept) if wanted.hidden else None
         weight, blank = None, True
         if wanted.buffer is not None:
@@ -186,7 +188,7 @@ class _Sums:
         sweep.add_head_gradient(slopes, self._fused.hidden[tokens], self._head)
 
     def finish(self) -> Gradients:
-        """All of it, in the dtypes of the inputs."""
+        """All of it, in the dtypes of the inputs; not yet in float16, which has no room for what a loss scale lifts."""
         fused, head = self._fused, self._head
         if head.weight is not None and head.blank:
             head.weight.zero_()
@@ -200,8 +202,10 @@ class _Sums:
 
 
 def _as(gradient: Tensor | None, like: Tensor | None) -> Tensor | None:
-    """The gradient in the dtype of its input."""
-    return gradient if gradient is None or like is None else gradient.to(like.dtype)
+    """The gradient in the dtype of its input, or as it is where that is float16."""
+    if gradient is None or like is None or like.dtype == torch.float16:
+        return gradient
+    return gradient.to(like.dtype)
 
 
 def take(record: _Record, rows: Tensor) -> _Record:

@@ -17,7 +17,7 @@ from predmask.ops.fused import Fused, Gradients, Wanted, each_tensor
 from predmask.ops.head import Head
 from predmask.ops.reference import dense_loss, dense_statistics
 from predmask.ops.shard import Shard
-from predmask.ops.sweep import TorchSweep
+from predmask.ops.sweep import MakeSweep, TorchSweep
 
 Backend = Literal["auto", "dense", "chunked", "triton"]
 
@@ -35,7 +35,7 @@ class MaskedPolicyLoss:
     behaviour: BehaviourSupport
     """[...] mu, as given."""
     policy: PolicySupport
-    """[...] pi on the same support, without gradient; NaN for tokens outside the response mask."""
+    """[...] pi on the same support, without gradient; undefined for tokens outside the response mask."""
 
     @cached_property
     def metrics(self) -> Metrics:
@@ -59,8 +59,9 @@ def support_statistics(
 
     logits = cap(scale · (hidden · weightᵀ + bias)) / temperature, cap(z) = softcap · tanh(z / softcap). The numbers
     are those of `PolicySupport.from_logits` on these logits, but memory does not grow with the number of tokens.
-    Everything is summed in float32 (float64 where an input is), also for 16-bit inputs. Log-probs are
-    differentiable by hidden, weight and bias; the backward pass forms the logits again.
+    Everything is summed in float32 (float64 where an input is), also for 16-bit inputs; TF32, where you allow it,
+    rounds float32 inputs. Log-probs are differentiable by hidden, weight and bias; the backward pass forms the logits
+    again.
 
     Args:
         hidden: [..., D] hidden states, after the model's last norm.
@@ -71,7 +72,8 @@ def support_statistics(
         scale: the head's logit scale (Cohere's `logit_scale`, one over Granite's `logits_scaling`).
         temperature: the sampling temperature.
         shard: which part of the vocabulary `weight` is, if it is only a part. Then `hidden` and `ids` are the same in
-            all processes, and so is the gradient of `hidden`: it is summed already.
+            all processes (and so must be the gradient that comes back, or processes wait for each other in vain), and
+            the gradient of `hidden` is summed already.
         backend: `dense` holds all logits and is the specification, `chunked` runs anywhere, `triton` runs on GPUs;
             `auto` is triton on a GPU that has it, else chunked.
 
@@ -132,7 +134,7 @@ def masked_policy_loss(
         weight: [V, D] the head's weight.
         behaviour: [...] mu on the support of each token (`BehaviourSupport.from_topk`).
         advantage: [...] of each token, or broadcastable with as many dimensions.
-        rule: the mask.
+        rule: the mask. It is asked about a chunk of tokens [n] at a time, so it must decide each token alone.
         denominator: how many tokens the loss is averaged over, in the whole optimiser step.
         weights: [...] instead of the denominator: each token's weight, from `token_weights`.
         response_mask: [...] bool, False for padding and for tokens that the policy did not sample.
@@ -141,19 +143,19 @@ def masked_policy_loss(
         weight_grad: [V, D] a buffer, such as `weight.grad`, to which the weight's gradient is added at once, instead of
             by autograd: no second [V, D] tensor. Float32 (float64 where an input is). The loss must then not be
             multiplied by anything before its backward pass: put that into the weights. Without grad mode nothing is
-            added.
-        shard: as in `support_statistics`.
+            added. Hooks on the weight do not see this gradient, and a call that fails may have added part of it.
+        shard: as in `support_statistics`; all arguments but weight and bias are the same in all processes.
         backend: as in `support_statistics`.
 
     Raises ValueError for shapes, ids or settings that do not fit, and what the rule raises.
     """
     head = Head(weight=weight, bias=bias, softcap=softcap, scale=scale, temperature=temperature)
     leading = _check(hidden, head, behaviour, shard)
-    advantage = _per_token("advantage", advantage, leading).to(behaviour.logp.dtype)
-    weights = _per_token("weights", _weights(weights, denominator, advantage), leading)
+    advantage = _per_token("advantage", advantage, hidden).to(behaviour.logp.dtype)
+    weights = _per_token("weights", _weights(weights, denominator, advantage), hidden)
     if response_mask is None:
         response_mask = torch.ones((), dtype=torch.bool, device=hidden.device)
-    response = _per_token("response_mask", response_mask, leading).bool()
+    response = _per_token("response_mask", response_mask, hidden).bool()
     hidden, flat = hidden.reshape(-1, hidden.shape[-1]), _flat(behaviour, leading)
     make_sweep = _sweep(backend, hidden, shard)
     if make_sweep is None:
@@ -185,9 +187,13 @@ class _WithGradient(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         # Reading the saved inputs raises where one was changed in between.
+        inputs = ctx.saved_tensors
         found: Gradients = ctx.gradients(*grad_outputs)
-        constants = len(ctx.saved_tensors) - 3
-        return None, None, found.hidden, found.weight, found.bias, *[None] * constants
+        gradients = [
+            gradient if gradient is None else gradient.to(values.dtype)
+            for gradient, values in zip((found.hidden, found.weight, found.bias), inputs, strict=False)
+        ]
+        return None, None, *gradients, *[None] * (len(inputs) - 3)
 
 
 class _Once:
@@ -255,18 +261,25 @@ def _weights(weights: Tensor | None, denominator: float | None, advantage: Tenso
     return torch.tensor(1.0 / denominator, dtype=advantage.dtype, device=advantage.device)
 
 
-def _per_token(name: str, values: Tensor, leading: tuple[int, ...]) -> Tensor:
+def _per_token(name: str, values: Tensor, hidden: Tensor) -> Tensor:
     """[N] a value for each token, outside the graph; ValueError for a shape that does not say which token is meant."""
+    leading = hidden.shape[:-1]
     pairs = zip(values.shape, leading, strict=True) if values.ndim == len(leading) else ()
     if values.ndim not in (0, len(leading)) or any(size not in (1, tokens) for size, tokens in pairs):
         raise ValueError(
-            f"{name} has shape {tuple(values.shape)} for tokens of shape {leading}; give one for each token, or a "
-            "tensor with as many dimensions that broadcasts (for sequences: values[:, None])"
+            f"{name} has shape {tuple(values.shape)} for tokens of shape {tuple(leading)}; give one for each token, "
+            "or a tensor with as many dimensions that broadcasts (for sequences: values[:, None])"
         )
+    _check_device(name, values, hidden)
     return values.detach().expand(leading).reshape(-1)
 
 
-def _sweep(backend: Backend, hidden: Tensor, shard: Shard | None) -> Callable[..., Any] | None:
+def _check_device(name: str, values: Tensor, hidden: Tensor) -> None:
+    if values.device != hidden.device:
+        raise ValueError(f"{name} is on {values.device} and hidden on {hidden.device}; move one with .to(device)")
+
+
+def _sweep(backend: Backend, hidden: Tensor, shard: Shard | None) -> MakeSweep | None:
     """What sweeps over the logits; None for the dense reference."""
     if backend not in get_args(Backend):
         raise ValueError(f"unknown backend {backend!r}; choose one of {', '.join(get_args(Backend))}")
@@ -300,6 +313,8 @@ def _check(hidden: Tensor, head: Head, behaviour: BehaviourSupport, shard: Shard
             f"hidden {tuple(hidden.shape)}, weight {tuple(head.weight.shape)} and support {tuple(behaviour.ids.shape)} "
             "do not fit: expected [..., D], [V, D] and [..., S]"
         )
+    _check_device("weight", head.weight, hidden)
+    _check_device("support", behaviour.ids, hidden)
     if not hidden.is_floating_point():
         raise ValueError(f"hidden is {hidden.dtype}; hidden states are floating point")
     size = len(head.weight) if shard is None else shard.vocabulary_size

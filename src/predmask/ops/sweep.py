@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -86,6 +87,10 @@ class Sweep(Protocol):
         ...
 
 
+MakeSweep = Callable[[Head, Tensor, int], Sweep]
+"""A backend: from head, hidden states, and how many rows of the vocabulary a chunk is sized for."""
+
+
 def chunk_tokens(vocabulary_size: int, tokens: int) -> int:
     """How many of the tokens a chunk has: a multiple of 64, unless all fit."""
     return max(1, min(tokens, max(64, WORKSPACE_ELEMENTS // vocabulary_size // 64 * 64)))
@@ -98,12 +103,11 @@ def _workspace(elements: int, dtype: torch.dtype, device: torch.device) -> Tenso
     """Memory for one sweep at a time. On a CPU the thread keeps it: fresh pages cost more than what is done on them."""
     if device.type != "cpu":
         return torch.empty(elements, dtype=dtype, device=device)
-    kept: Tensor | None = getattr(_spaces, str(dtype), None)
+    kept: Tensor | None = _spaces.__dict__.pop(str(dtype), None)
     if kept is None or len(kept) < elements:
         with torch.inference_mode(False):  # or it could not be used for training afterwards
             kept = torch.empty(elements, dtype=dtype, device=device)
-        setattr(_spaces, str(dtype), kept)
-    return kept[:elements]
+    return kept
 
 
 class TorchSweep:
@@ -122,9 +126,13 @@ class TorchSweep:
         self._spare = self.chunk_tokens * size
         hot = max(1, _HOT_ELEMENTS // size) if hidden.device.type == "cpu" else self.chunk_tokens
         hot = min(hot, self.chunk_tokens)
-        space = _workspace(self._spare + 1 + hot * size, dtype, hidden.device)
+        needed = self._spare + 1 + hot * size
+        space = _workspace(needed, dtype, hidden.device)
+        if space.device.type == "cpu":
+            # Left to the next sweep; one that starts before that, as within a rule, has its own.
+            weakref.finalize(self, setattr, _spaces, str(dtype), space)
         self._cells = space[: self._spare + 1]
-        self._hot = space[self._spare + 1 :].view(hot, size)
+        self._hot = space[self._spare + 1 : needed].view(hot, size)
         self._bias = None if head.bias is None else head.bias.to(dtype)
         self._widened: Tensor | None = None
         if head.weight.dtype != dtype:

@@ -218,6 +218,8 @@ def _multiplies(dtype: torch.dtype, device: torch.device) -> bool:
     ones, total = (torch.ones((16, 16), dtype=kind, device=device) for kind in (dtype, torch.float32))
     try:
         _add_product(total, ones, ones, alpha=1.0, beta=1.0)
+    except torch.OutOfMemoryError:
+        raise
     except (RuntimeError, TypeError):
         return False
     return bool((total == 17).all())
@@ -374,7 +376,8 @@ class TritonSweep:
                     columns=_SLOPES_TILE,
                     num_warps=8,
                 )
-        scale = torch.full((len(tokens),), unit * self._head.scale / self._head.temperature)
+        factor = unit * self._head.scale / self._head.temperature
+        scale = torch.full((len(tokens),), factor, dtype=torch.float32, device="cpu")
         return Slopes(tokens, values[:, : self._size], scale), unit
 
     def _put(self, slopes: Slopes, columns: Tensor, cells: Tensor, support: Tensor, shift: Tensor) -> None:

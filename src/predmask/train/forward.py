@@ -65,27 +65,32 @@ class FusedForward:
     def support(self, rollout: Rollout) -> tuple[BehaviourSupport, PolicySupport]:
         """See `Forward`."""
         behaviour = rollout.behaviour(self._device)
-        return behaviour, support_statistics(self._hidden(rollout), self._head.weight(), behaviour, **self._settings())
+        weight = self._cast(self._head.weight())
+        return behaviour, support_statistics(self._hidden(rollout), weight, behaviour, **self._settings())
 
     def loss(self, batch: Batch, rule: Rule, ratio_cap: float | None) -> MaskedPolicyLoss:
         """See `Forward`."""
         advantage, weights, sampled = batch.per_token(self._device)
-        weight = self._head.weight()
+        hidden, weight = self._hidden(batch.rollout), self._head.weight()
         return masked_policy_loss(
-            self._hidden(batch.rollout),
-            weight,
+            hidden,
+            self._cast(weight),
             batch.rollout.behaviour(self._device),
             advantage,
             rule=rule,
             weights=weights,
             response_mask=sampled,
             ratio_cap=ratio_cap,
-            weight_grad=_own_gradient(weight),
+            weight_grad=_own_gradient(weight) if hidden.requires_grad else None,
             **self._settings(),
         )
 
     def _hidden(self, rollout: Rollout) -> Tensor:
-        return response_rows(self._head.hidden, rollout, self._device, autocast=self._autocast)
+        return self._cast(response_rows(self._head.hidden, rollout, self._device, autocast=self._autocast))
+
+    def _cast(self, values: Tensor) -> Tensor:
+        """As autocast has operands of a product; the operator's sums are float32."""
+        return values.bfloat16() if self._autocast else values
 
     def _settings(self) -> dict[str, Any]:
         head = self._head

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from predmask.ops import Head
+from predmask.ops.head import Head
 
-_PROBE_TOKENS = 8
-_PROBE_TOLERANCE = 1e-3
+_PROBE_TOKENS = 64
+_PROBE_TOLERANCE = 3e-5
 """How far the head's logits may be from the model's own, relative to the largest; both are float32."""
 
 
@@ -62,10 +62,14 @@ class ModelHead:
             return module.weight
         # peft wraps the layer: its own matrix, and a delta for each active adapter.
         base = getattr(module, "base_layer", None)
-        if type(base) is not torch.nn.Linear or not hasattr(module, "get_delta_weight"):
+        if type(base) is not torch.nn.Linear or not hasattr(module, "lora_A"):
             raise HeadError(f"its head is a {type(module).__name__}, not a torch.nn.Linear or LoRA on one")
-        adapters = [] if module.disable_adapters or module.merged else module.active_adapters
-        return base.weight + sum(module.get_delta_weight(name) for name in adapters if name in module.lora_A)
+        active = [] if module.disable_adapters or module.merged else module.active_adapters
+        adapters = [name for name in active if name in module.lora_A]
+        if any(name in module.lora_variant or module.lora_bias[name] for name in adapters):
+            # Such as DoRA: the same at first, and something else after the first step.
+            raise HeadError("the LoRA on its head is of a variant, or has a bias")
+        return sum((module.get_delta_weight(name) for name in adapters), start=base.weight)
 
     @property
     def bias(self) -> Tensor | None:
@@ -74,9 +78,14 @@ class ModelHead:
 
     @torch.no_grad()
     def _check_against(self, model: Any, vocabulary_size: int) -> None:
-        ids = torch.arange(_PROBE_TOKENS, device=next(model.parameters()).device)[None] % vocabulary_size
+        device = next(model.parameters()).device
+        ids = torch.linspace(0, vocabulary_size - 1, _PROBE_TOKENS, device=device).long()[None]
         expected = model(input_ids=ids, use_cache=False).logits.float()
-        head = Head(weight=self.weight(), bias=self.bias, softcap=self.softcap, scale=self.scale)
+        weight = self.weight()
+        try:
+            head = Head(weight=weight, bias=self.bias, softcap=self.softcap, scale=self.scale)
+        except (TypeError, ValueError) as error:
+            raise HeadError(str(error)) from error
         hidden = self.hidden(ids)
         if hidden.shape[-1] != head.weight.shape[1]:
             raise HeadError(
@@ -86,7 +95,7 @@ class ModelHead:
         if found.shape != expected.shape:
             raise HeadError(f"its logits are {tuple(expected.shape)}, and its head gives {tuple(found.shape)}")
         error = float((found - expected).abs().max())
-        if not error <= _PROBE_TOLERANCE * max(1.0, float(expected.abs().max())):
+        if not error <= _PROBE_TOLERANCE * float(expected.abs().max()):
             raise HeadError(
                 f"its logits are up to {error:.2g} away from what weight, bias, soft-cap and scale of its head give"
             )
