@@ -191,12 +191,12 @@ def why_not(name: str, device: str = "cpu") -> str | None:
         warnings.simplefilter("ignore")
         try:
             run(variant, Case(tokens=8, hidden_size=16, vocabulary=64, top_k=4, device=device).inputs())
-        except ModuleNotFoundError as error:
-            return f"{error}; pip install '{variant.needs}'"
         except Exception as error:  # whatever a peer raises is the reason
             if not variant.needs:
                 raise
-            return (str(error) or type(error).__name__).strip().splitlines()[0]
+            reason = (str(error) or type(error).__name__).strip().splitlines()[0]
+            missing = isinstance(error, ModuleNotFoundError)
+            return f"{reason}; pip install '{variant.needs}'" if missing else reason
     return None
 
 
