@@ -173,6 +173,15 @@ def test_json_holds_everything(result: Result, tmp_path: Path) -> None:
     assert found["logp_error"] < 1e-5
 
 
+def test_it_is_an_error_if_nothing_asked_for_can_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(inputs: Inputs) -> Outcome:
+        raise ModuleNotFoundError("No module named 'no_such_package'")
+
+    monkeypatch.setitem(VARIANTS, "absent", Variant("absent", "", absent, "no-such-package"))
+    with pytest.raises(BenchError, match=r"absent cannot be measured: .*pip install 'no-such-package'"):
+        measure(TINY, ["absent"], rounds=1, memory=False)
+
+
 def test_a_peer_that_is_not_installed_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(inputs: Inputs) -> Outcome:
         importlib.import_module("no_such_package")

@@ -129,6 +129,27 @@ def test_the_workspace_is_kept_by_thread_and_dtype(monkeypatch):
     assert workspace_of() == kept
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler looks at every attribute
+def test_a_compiled_step_goes_around_the_operator():
+    case = build(30, seed=36)
+    own = leaves(case)
+
+    def step(hidden: torch.Tensor) -> torch.Tensor:
+        scaled = torch.tanh(hidden) * 2
+        found = masked_policy_loss(
+            scaled, own.weight, case.behaviour, case.advantage, rule=WHOLE, denominator=30, backend="chunked"
+        )
+        return found.loss * 3
+
+    compiled = torch.compile(step, backend="aot_eager")
+    compiled(own.hidden).backward()
+    grads = own.hidden.grad, own.weight.grad
+    own.hidden.grad = own.weight.grad = None
+    step(own.hidden).backward()
+    for grad, right in zip(grads, (own.hidden.grad, own.weight.grad), strict=True):
+        torch.testing.assert_close(grad, right)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Nosy(Predictive):
     """A rule that uses the operator itself, while a chunk's logits lie in the workspace."""
@@ -311,6 +332,7 @@ LOSS_ERRORS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "both": ({"weights": torch.ones(6)}, ["either", "denominator", "weights"]),
     "denominator": ({"denominator": 0.0}, ["denominator is 0.0", "above 0"]),
     "infinite denominator": ({"denominator": math.inf}, ["denominator is inf", "finite"]),
+    "several denominators": ({"denominator": torch.ones(2)}, ["denominator has shape (2,)", "one number", "weights"]),
     "NaN denominator": ({"denominator": math.nan}, ["denominator is nan", "above 0"]),
     "ratio cap": ({"ratio_cap": 0.0}, ["ratio_cap is 0.0", "above 0"]),
     "top-K": ({"rule": Predictive(), "behaviour": record([0, 1, 2, 3, 4, 0])}, ["top-K missing", "'predictive'"]),
@@ -347,6 +369,24 @@ def test_values_of_sequences_do_not_stretch_along_tokens(name, backend):
     columns = values[:, None] * torch.tensor([[1.0], [0.0], [2.0]]).to(values.dtype)
     found = loss(case, NoMask(), backend, **{name: columns})
     assert torch.equal(found.loss, loss(case, NoMask(), backend, **{name: columns.expand(3, 3)}).loss)
+
+
+@pytest.mark.parametrize("rule", ["predictive", Predictive])
+def test_a_rule_is_an_instance(rule):
+    with pytest.raises(TypeError, match=r"must be an instance of a rule, such as Predictive"):
+        call("loss", rule=rule)
+
+
+def test_a_denominator_may_be_a_count_of_tokens():
+    case = build(6, seed=37)
+    counted = torch.tensor(5)
+    assert torch.equal(loss_over(case, counted), loss_over(case, 5))
+
+
+def loss_over(case: OperatorCase, denominator: Any) -> torch.Tensor:
+    return masked_policy_loss(
+        case.hidden, case.weight, case.behaviour, case.advantage, rule=NoMask(), denominator=denominator
+    ).loss
 
 
 def test_a_16_bit_buffer_is_refused():

@@ -232,3 +232,14 @@ def test_masked_vocabulary_of_the_policy():
     assert policy.entropy.item() == pytest.approx(-(expected * np.log(expected)).sum())
     assert policy.log_tail.exp().item() == pytest.approx(expected[1])
     assert DPPO()(behaviour, policy, torch.ones(1)).keep.tolist() == [False]
+
+
+def test_some_tokens_of_a_support() -> None:
+    """How a batch is cut into micro-batches."""
+    logp = torch.randn(4, 3, 9, generator=torch.Generator().manual_seed(5)).log_softmax(-1)
+    top = logp.topk(3)
+    whole = BehaviourSupport.from_topk(top.indices[..., 1], top.values[..., 1], top.indices, top.values)
+    part = BehaviourSupport.from_topk(top.indices[1:3, :, 1], top.values[1:3, :, 1], top.indices[1:3], top.values[1:3])
+    for name, values in vars(part).items():
+        found = getattr(whole[1:3], name)
+        assert torch.equal(found, values) if isinstance(values, torch.Tensor) else found == values

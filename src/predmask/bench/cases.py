@@ -45,7 +45,7 @@ class Case:
             )
         if not 1 <= self.top_k < self.vocabulary:
             raise BenchError(
-                f"top-k is {self.top_k}; with a vocabulary of {self.vocabulary} it must be 1 or more, below"
+                f"top-k is {self.top_k}; it must be from 1 to {self.vocabulary - 1}, the vocabulary less one"
             )
         if self.hidden_size < 1:
             raise BenchError(f"hidden size is {self.hidden_size}; it must be 1 or more")

@@ -39,7 +39,9 @@ def draw(results: Sequence[Result], path: Path, clock: Clock = "wall") -> None:
     # The same data draws the same file.
     with matplotlib.rc_context({"svg.hashsalt": "predmask", "font.size": 9}):
         figure = Figure(figsize=(10, 1.4 + len(names) * (0.18 + 0.19 * len(results))), layout="constrained")
-        times, memory = figure.subplots(1, 2, sharey=True)
+        measured = any(row.peak_bytes is not None for result in results for row in result.rows)
+        times, *others = figure.subplots(1, 1 + measured, sharey=True, squeeze=False)[0]
+        memory = others[0] if others else None
         for index, result in enumerate(results):
             colour = _COLOURS[index % len(_COLOURS)]
             for place, name in enumerate(names):
@@ -47,7 +49,7 @@ def draw(results: Sequence[Result], path: Path, clock: Clock = "wall") -> None:
                     continue
                 at = place - 0.4 + (index + 0.5) * height
                 _time_bar(times, at, height, result.ratio(row, clock), longest, colour)
-                if row.peak_bytes is not None:
+                if memory is not None and row.peak_bytes is not None:
                     size = row.peak_bytes / 1e9
                     memory.barh(at, size, height * 0.92, color=colour)
                     memory.annotate(f"{size:.2f}", (size, at), (2, 0), textcoords="offset points", va="center", size=7)
@@ -56,9 +58,10 @@ def draw(results: Sequence[Result], path: Path, clock: Clock = "wall") -> None:
         times.set(title="time over that of the three products alone", xlim=(0, longest * 1.14))
         times.set_yticks(range(len(names)), [labels[name] for name in names])
         times.set_ylim(len(names) - 0.5, -0.5)
-        memory.set(title="peak memory beyond inputs and gradients, GB")
-        memory.margins(x=0.12)
-        for axis in (times, memory):
+        if memory is not None:
+            memory.set(title="peak memory beyond inputs and gradients, GB")
+            memory.margins(x=0.12)
+        for axis in (times, *others):
             axis.spines[["top", "right"]].set_visible(False)
             axis.tick_params(axis="y", length=0)
         case = results[0].case

@@ -182,7 +182,7 @@ def _choose(case: Case, names: Sequence[str] | None) -> tuple[list[str], dict[st
     """What can be measured, and what not and why."""
     unknown = [name for name in names or () if name not in VARIANTS]
     if unknown:
-        raise BenchError(f"unknown variant {unknown[0]!r}; choose from {', '.join(VARIANTS)}")
+        raise BenchError(f"unknown variant {unknown[0]!r}; choose from {', '.join(VARIANTS)}, with spaces between them")
     chosen, left_out = [], {}
     free = available(case.device)
     for name, variant in VARIANTS.items():
@@ -198,6 +198,8 @@ def _choose(case: Case, names: Sequence[str] | None) -> tuple[list[str], dict[st
                 left_out[name] = reason
             else:
                 chosen.append(name)
+    if names and chosen == [BOUND] and BOUND not in names:
+        raise BenchError("; ".join(f"{name} cannot be measured: {left_out[name]}" for name in names))
     return chosen, left_out
 
 

@@ -15,7 +15,7 @@ from predmask.bench.cases import Case, Inputs
 from predmask.bench.peers import Outcome
 from predmask.core import BehaviourSupport, NoMask, Predictive
 from predmask.ops import masked_policy_loss, support_statistics
-from predmask.ops.fused import Fused, Wanted, take
+from predmask.ops.fused import Fused, Wanted
 from predmask.ops.head import Head
 from predmask.ops.statistics import Tail
 from predmask.ops.sweep import TorchSweep, chunk_tokens
@@ -153,7 +153,7 @@ def checkpointed(inputs: Inputs) -> Outcome:
             part,
             inputs.hidden[rows],
             inputs.weight,
-            take(inputs.behaviour, rows),
+            inputs.behaviour[rows],
             inputs.advantage[rows],
             use_reentrant=False,
         )

@@ -139,6 +139,8 @@ def run(args: argparse.Namespace) -> int:
             write_json(args.json, results)
     if args.figure:
         figure.draw(results, args.figure, clock)
+    for path in filter(None, (args.figure, args.json)):
+        print(f"wrote {path}", file=sys.stderr)
     return 0
 
 

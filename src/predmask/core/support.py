@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -110,6 +111,17 @@ class BehaviourSupport:
             log_tail=torch.full_like(slots[..., 0], -math.inf).masked_fill(~usable, math.nan),
             log_kth=slots.amin(-1),
             top_k=vocabulary_size,
+        )
+
+    def __getitem__(self, tokens: Any) -> BehaviourSupport:
+        """Some of the tokens, by any index over the leading shape: how a batch is cut into micro-batches."""
+        return replace(
+            self,
+            ids=self.ids[tokens],
+            valid=self.valid[tokens],
+            logp=self.logp[tokens],
+            log_tail=self.log_tail[tokens],
+            log_kth=self.log_kth[tokens],
         )
 
     def binary(self) -> BehaviourSupport:

@@ -101,7 +101,7 @@ class Fused:
         )
 
         def decide(rows: Tensor, policy: PolicySupport) -> Tensor:
-            decision = rule(take(self.behaviour, rows), policy, advantage[rows], response[rows])
+            decision = rule(self.behaviour[rows], policy, advantage[rows], response[rows])
             found = loss_coefficients(decision, advantage[rows], weights[rows], ratio_cap=ratio_cap)
             coefficients[rows] = found.to(coefficients.dtype)
             decisions.append((rows, decision))
@@ -206,11 +206,6 @@ def _as(gradient: Tensor | None, like: Tensor | None) -> Tensor | None:
     if gradient is None or like is None or like.dtype == torch.float16:
         return gradient
     return gradient.to(like.dtype)
-
-
-def take(record: _Record, rows: Tensor) -> _Record:
-    """Some tokens of a record."""
-    return each_tensor(record, lambda values: values[rows])
 
 
 def each_tensor(record: _Record, function: Callable[[Tensor], Tensor]) -> _Record:

@@ -22,6 +22,7 @@ from predmask.ops.sweep import MakeSweep, TorchSweep
 Backend = Literal["auto", "dense", "chunked", "triton"]
 
 _Record = TypeVar("_Record", PolicySupport, MaskDecision)
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,12 @@ class MaskedPolicyLoss:
         return mask_metrics(self.behaviour, self.policy, self.decision)
 
 
+def _eager(function: _Function) -> _Function:
+    """Out of torch.compile's reach: workspaces that are written in place are not what it can trace."""
+    return cast("_Function", torch.compiler.disable(function))
+
+
+@_eager
 def support_statistics(
     hidden: Tensor,
     weight: Tensor,
@@ -103,6 +110,7 @@ def support_statistics(
     return _shaped(policy, leading)
 
 
+@_eager
 def masked_policy_loss(
     hidden: Tensor,
     weight: Tensor,
@@ -135,7 +143,8 @@ def masked_policy_loss(
         behaviour: [...] mu on the support of each token (`BehaviourSupport.from_topk`).
         advantage: [...] of each token, or broadcastable with as many dimensions.
         rule: the mask. It is asked about a chunk of tokens [n] at a time, so it must decide each token alone.
-        denominator: how many tokens the loss is averaged over, in the whole optimiser step.
+        denominator: how many tokens the loss is averaged over, in the whole optimiser step. This project counts those
+            in the response mask that have A ≠ 0; the mask's drops do not change it.
         weights: [...] instead of the denominator: each token's weight, from `token_weights`.
         response_mask: [...] bool, False for padding and for tokens that the policy did not sample.
         ratio_cap: C, the cap of the detached importance weight; None for no cap.
@@ -150,6 +159,8 @@ def masked_policy_loss(
     Raises ValueError for shapes, ids or settings that do not fit, and what the rule raises.
     """
     head = Head(weight=weight, bias=bias, softcap=softcap, scale=scale, temperature=temperature)
+    if not isinstance(rule, Rule):
+        raise TypeError(f"rule is {rule!r}; it must be an instance of a rule, such as Predictive(delta=0.15)")
     leading = _check(hidden, head, behaviour, shard)
     advantage = _per_token("advantage", advantage, hidden).to(behaviour.logp.dtype)
     weights = _per_token("weights", _weights(weights, denominator, advantage), hidden)
@@ -256,6 +267,11 @@ def _weights(weights: Tensor | None, denominator: float | None, advantage: Tenso
         )
     if denominator is None:
         return cast("Tensor", weights)
+    if isinstance(denominator, Tensor) and denominator.numel() != 1:
+        raise ValueError(
+            f"denominator has shape {tuple(denominator.shape)}; it is one number (weights says it token by token)"
+        )
+    denominator = float(denominator)
     if not 0 < denominator < math.inf:
         raise ValueError(f"denominator is {denominator}; it must be a finite number above 0")
     return torch.tensor(1.0 / denominator, dtype=advantage.dtype, device=advantage.device)
@@ -311,7 +327,8 @@ def _check(hidden: Tensor, head: Head, behaviour: BehaviourSupport, shard: Shard
     if hidden.shape[:-1] != leading or hidden.shape[-1] != head.weight.shape[1]:
         raise ValueError(
             f"hidden {tuple(hidden.shape)}, weight {tuple(head.weight.shape)} and support {tuple(behaviour.ids.shape)} "
-            "do not fit: expected [..., D], [V, D] and [..., S]"
+            "do not fit: expected [..., D], [V, D] and [..., S], with one hidden state for each token: the one at the "
+            "position before it (hidden[:, :-1] for the tokens input_ids[:, 1:]; ids[..., None] for one id a token)"
         )
     _check_device("weight", head.weight, hidden)
     _check_device("support", behaviour.ids, hidden)
