@@ -537,15 +537,16 @@ def test_a_cpu_neither_loads_triton_nor_runs_it():
 import sys, torch
 from predmask.ops import support_statistics
 hidden, weight, ids = torch.ones(1, 2), torch.ones(3, 2), torch.zeros(1, 1, dtype=torch.int64)
-support_statistics(hidden, weight, ids)
 print("triton" in sys.modules)
+support_statistics(hidden, weight, ids)
+print("predmask.ops.triton_sweep" in sys.modules)
 try:
     support_statistics(hidden, weight, ids, backend="triton")
 except ValueError as error:
     print(error)
 """,
     )
-    assert found.startswith("False\nbackend 'triton' needs a GPU, and hidden is on cpu")
+    assert found.startswith("False\nFalse\nbackend 'triton' needs a GPU, and hidden is on cpu")
     assert "use 'chunked'" in found
 
 

@@ -46,7 +46,8 @@ class MaskedPolicyLoss:
 
 def _eager(function: _Function) -> _Function:
     """Out of torch.compile's reach: workspaces that are written in place are not what it can trace."""
-    return cast("_Function", torch.compiler.disable(function))
+    # As torch.compiler.disable, which would load the compiler, and triton with it, at import.
+    return cast("_Function", torch._disable_dynamo(function))  # pyright: ignore[reportPrivateImportUsage]
 
 
 @_eager
