@@ -8,13 +8,19 @@ view is K = 0, the full vocabulary is a support without a tail: one code path se
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from predmask.core.precision import check_log_probs, log1mexp, log_tiny
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+_Record = TypeVar("_Record", bound="DataclassInstance")
 
 MASS_TOLERANCE = 1e-3
 """How far above 1 (`full`: from 1) the probabilities of one token may sum before the token counts as unknown."""
@@ -115,14 +121,18 @@ class BehaviourSupport:
 
     def __getitem__(self, tokens: Any) -> BehaviourSupport:
         """Some of the tokens, by any index over the leading shape: how a batch is cut into micro-batches."""
-        return replace(
-            self,
-            ids=self.ids[tokens],
-            valid=self.valid[tokens],
-            logp=self.logp[tokens],
-            log_tail=self.log_tail[tokens],
-            log_kth=self.log_kth[tokens],
-        )
+        return each_tensor(self, lambda values: values[tokens])
+
+    def check_ids(self, vocabulary_size: int) -> None:
+        """Raise ValueError for an id outside the vocabulary; padding may have any id inside it."""
+        if not self.ids.numel():
+            return
+        low, high = int(self.ids.min()), int(self.ids.max())
+        if low < 0 or high >= vocabulary_size:
+            raise ValueError(
+                f"token id {low if low < 0 else high} is outside the vocabulary of {vocabulary_size}; give padding any "
+                "id inside it, and a response_mask that leaves it out"
+            )
 
     def binary(self) -> BehaviourSupport:
         """The sampled token against everything else (K = 0)."""
@@ -170,13 +180,7 @@ class PolicySupport:
         if not temperature > 0:
             raise ValueError(f"temperature is {temperature}; log-probs of a policy need a temperature above 0")
         vocabulary_size = logits.shape[-1]
-        if behaviour.ids.numel():
-            low, high = int(behaviour.ids.min()), int(behaviour.ids.max())
-            if low < 0 or high >= vocabulary_size:
-                raise ValueError(
-                    f"token id {low if low < 0 else high} is outside the vocabulary of {vocabulary_size} logits; give "
-                    "padding any id inside it, and a response_mask that leaves it out"
-                )
+        behaviour.check_ids(vocabulary_size)
         scaled = logits if logits.dtype == torch.float64 else logits.float()
         if temperature != 1:
             scaled = scaled / temperature
@@ -220,6 +224,16 @@ class PolicySupport:
     def detach(self) -> PolicySupport:
         """The same numbers outside the graph: a mask never carries a gradient."""
         return replace(self, logp=self.logp.detach())
+
+
+def each_tensor(record: _Record, function: Callable[[Tensor], Tensor]) -> _Record:
+    """The record with a function applied to each of its tensors."""
+    return replace(record, **{name: function(getattr(record, name)) for name in tensor_names(record)})
+
+
+def tensor_names(record: DataclassInstance) -> list[str]:
+    """Names of the fields that hold a value for each token."""
+    return [field.name for field in fields(record) if isinstance(getattr(record, field.name), Tensor)]
 
 
 def _rest(logp: Tensor, log_tail: Tensor) -> Tensor:

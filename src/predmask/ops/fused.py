@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -12,13 +11,13 @@ from torch import Tensor
 
 from predmask.core import BehaviourSupport, MaskDecision, PolicySupport, Rule
 from predmask.core.loss import loss_coefficients
-from predmask.core.support import first_occurrence
+from predmask.core.support import first_occurrence, tensor_names
 from predmask.ops.head import Head
 from predmask.ops.shard import Shard
 from predmask.ops.statistics import Measured
 from predmask.ops.sweep import HeadGradient, MakeSweep, Slopes, Sweep
 
-_Record = TypeVar("_Record", BehaviourSupport, PolicySupport, MaskDecision)
+_Record = TypeVar("_Record", PolicySupport, MaskDecision)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,20 +207,10 @@ def _as(gradient: Tensor | None, like: Tensor | None) -> Tensor | None:
     return gradient.to(like.dtype)
 
 
-def each_tensor(record: _Record, function: Callable[[Tensor], Tensor]) -> _Record:
-    """The record with a function applied to each of its tensors."""
-    return replace(record, **{name: function(getattr(record, name)) for name in _tensors(record)})
-
-
 def _assemble(parts: list[tuple[Tensor, _Record]]) -> _Record:
     """The record of all tokens, in order, from parts with their places."""
     order = torch.cat([rows for rows, _ in parts]).argsort()
     some = parts[0][1]
     return replace(
-        some, **{name: torch.cat([getattr(part, name) for _, part in parts])[order] for name in _tensors(some)}
+        some, **{name: torch.cat([getattr(part, name) for _, part in parts])[order] for name in tensor_names(some)}
     )
-
-
-def _tensors(record: _Record) -> list[str]:
-    """Names of the fields that hold a value for each token."""
-    return [field.name for field in fields(record) if isinstance(getattr(record, field.name), Tensor)]

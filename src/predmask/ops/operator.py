@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from predmask.core import BehaviourSupport, MaskDecision, Metrics, PolicySupport, Rule, mask_metrics
-from predmask.ops.fused import Fused, Gradients, Wanted, each_tensor
+from predmask.core.support import each_tensor
+from predmask.ops.fused import Fused, Gradients, Wanted
 from predmask.ops.head import Head
 from predmask.ops.reference import dense_loss, dense_statistics
 from predmask.ops.shard import Shard
@@ -340,13 +341,7 @@ def _check(hidden: Tensor, head: Head, behaviour: BehaviourSupport, shard: Shard
         raise ValueError(
             f"a shard of {len(head.weight)} rows from {shard.start} on does not lie in a vocabulary of {size}"
         )
-    if behaviour.ids.numel():
-        low, high = int(behaviour.ids.min()), int(behaviour.ids.max())
-        if low < 0 or high >= size:
-            raise ValueError(
-                f"token id {low if low < 0 else high} is outside the head's vocabulary of {size}; give padding any id "
-                "inside it, and a response_mask that leaves it out"
-            )
+    behaviour.check_ids(size)
     return tuple(leading)
 
 

@@ -27,8 +27,21 @@ def dense_loss(
     rule: Rule,
     ratio_cap: float | None,
 ) -> tuple[Tensor, MaskDecision, PolicySupport]:
-    """Loss, decision and statistics of N tokens; the loss is differentiable."""
+    """Loss, decision and statistics of N tokens, from hidden states [N, D]; the loss is differentiable."""
     policy = dense_statistics(hidden, head, behaviour)
+    return loss_of(policy, behaviour, advantage, weights, response_mask, rule, ratio_cap)
+
+
+def loss_of(
+    policy: PolicySupport,
+    behaviour: BehaviourSupport,
+    advantage: Tensor,
+    weights: Tensor,
+    response_mask: Tensor,
+    rule: Rule,
+    ratio_cap: float | None,
+) -> tuple[Tensor, MaskDecision, PolicySupport]:
+    """Likewise, from statistics that are there already."""
     decision = rule(behaviour, policy, advantage, response_mask)
     loss = policy_loss(policy.logp[:, 0], decision, advantage, weights, ratio_cap=ratio_cap)
     return loss, decision, policy.detach()

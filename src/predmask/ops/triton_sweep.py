@@ -254,6 +254,7 @@ class TritonSweep:
         self._operand = torch.promote_types(head.weight.dtype, hidden.dtype)
         self._direct = head.weight.dtype == self._operand and _multiplies(self._operand, head.weight.device)
         self._form_product = not self._direct if form_product is None else form_product
+        self._rows = head.weight.contiguous() if self._form_product else head.weight
         self._tiling = tiling or _tiling(self._operand, self._form_product)
         # At least one column more than there are logits: ids of other parts of the vocabulary read and write there.
         self._stride = (self._size // 64 + 1) * 64
@@ -274,7 +275,7 @@ class TritonSweep:
         splits, tiles_each = self._tiling.splits(count, self._size)
         top, log_mass, mean, collision = logits.new_empty((4, count, splits))
         if count:
-            weight = head.weight.contiguous() if self._form_product else logits
+            weight = self._rows if self._form_product else logits
             with torch.cuda.device_of(hidden):
                 _measure_kernel[(triton.cdiv(count, self._tiling.rows), splits)](
                     hidden,

@@ -7,8 +7,9 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from predmask.core import BehaviourSupport, PolicySupport, Rule, policy_loss
+from predmask.core import BehaviourSupport, PolicySupport, Rule
 from predmask.ops import MaskedPolicyLoss, masked_policy_loss, support_statistics
+from predmask.ops.reference import loss_of
 from predmask.rollout import Rollout
 from predmask.train.batches import Batch, response_rows
 from predmask.train.heads import HeadError, ModelHead
@@ -44,10 +45,8 @@ class DenseForward:
     def loss(self, batch: Batch, rule: Rule, ratio_cap: float | None) -> MaskedPolicyLoss:
         """See `Forward`."""
         behaviour, policy = self.support(batch.rollout)
-        advantage, weights, sampled = batch.per_token(self._device)
-        decision = rule(behaviour, policy, advantage, sampled)
-        loss = policy_loss(policy.logp[:, 0], decision, advantage, weights, ratio_cap=ratio_cap)
-        return MaskedPolicyLoss(loss=loss, decision=decision, behaviour=behaviour, policy=policy.detach())
+        loss, decision, policy = loss_of(policy, behaviour, *batch.per_token(self._device), rule, ratio_cap)
+        return MaskedPolicyLoss(loss=loss, decision=decision, behaviour=behaviour, policy=policy)
 
     def _logits(self, ids: Tensor) -> Tensor:
         return self._model(input_ids=ids, use_cache=False).logits
