@@ -46,7 +46,7 @@ $(BIN)/python:
 
 $(VENV)/.train: $(BIN)/python pyproject.toml constraints.txt
 	@echo "installing into $(VENV) (once)"
-	$(PIP) -e '.[train]'
+	$(PIP) -e '.[train,instruments]'
 	@touch $@
 
 $(VENV)/.dev: $(BIN)/python pyproject.toml constraints.txt

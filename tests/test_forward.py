@@ -75,7 +75,7 @@ def batch_of(model, *, seed=0):
     rollout.sampled[3] = False
     advantage = torch.randn(count, generator=generator)
     advantage[5:8] = 0.0
-    return Batch(rollout, advantage, torch.rand(count, generator=generator) / count)
+    return Batch(rollout, torch.arange(len(prompts)), advantage, torch.rand(count, generator=generator) / count)
 
 
 def gradients(model):

@@ -15,6 +15,7 @@ VERBS = ("train", "eval", "list", "config", "bench")
 _EXTRAS = {
     "matplotlib": "figures",
     "numpy": "train",
+    "pyarrow": "train",
     "reasoning_gym": "reasoning-gym",
     "safetensors": "train",
     "tensorboard": "tensorboard",
@@ -96,12 +97,14 @@ def _missing_package(error: ImportError) -> str | None:
 
 def _user_mistakes() -> tuple[type[Exception], ...]:
     """The errors whose text is meant for the user; anything else is a fault of this program."""
+    from predmask.analysis.runs import AnalysisError
     from predmask.bench import BenchError
     from predmask.rollout import RolloutError
     from predmask.tasks.verifier import VerifierError
+    from predmask.traces import TraceError
     from predmask.train.config import ConfigError
 
-    return BenchError, ConfigError, RolloutError, VerifierError, FileNotFoundError
+    return AnalysisError, BenchError, ConfigError, RolloutError, TraceError, VerifierError, FileNotFoundError
 
 
 def _fail(message: str) -> int:

@@ -57,6 +57,10 @@ class Console(Display):
         if self._bar is not None:
             self._bar.update()
 
+    def warned(self, text: str) -> None:
+        """A line of its own."""
+        self._print(f"WARNING: {text}")
+
     def ended(self, summary: Summary, directory: Path) -> None:
         """Before and after, and what to try next."""
         if self._bar is not None:

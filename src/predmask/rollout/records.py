@@ -58,6 +58,12 @@ class Rollout:
         """[N] int64, the index of the response that each token belongs to."""
         return torch.repeat_interleave(torch.arange(len(self.prompts)), self.lengths)
 
+    @property
+    def position(self) -> Tensor:
+        """[N] int64, each token's place in its response."""
+        starts = self.lengths.cumsum(0) - self.lengths
+        return torch.arange(len(self.tokens)) - starts[self.sequence]
+
     def responses(self) -> list[list[int]]:
         """The B responses as lists of token ids."""
         return [part.tolist() for part in self.tokens.split(self.lengths.tolist())]

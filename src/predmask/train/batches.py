@@ -16,6 +16,8 @@ class Batch:
     """A rollout with the advantage of each token, and its weight in the optimiser step's loss."""
 
     rollout: Rollout
+    sample: Tensor
+    """[B] int64, the responses' numbers in the step's rollout."""
     advantage: Tensor
     """[N], 0 where the answer could not be scored."""
     weights: Tensor
@@ -29,7 +31,7 @@ class Batch:
     def select(self, sequences: Tensor) -> Batch:
         """The given responses, with their tokens' weights as they are."""
         index = self.rollout.token_index(sequences)
-        return Batch(self.rollout.select(sequences), self.advantage[index], self.weights[index])
+        return Batch(self.rollout.select(sequences), self.sample[sequences], self.advantage[index], self.weights[index])
 
     def per_token(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """[N] advantages, weights, and whether the policy sampled the token, on a device."""

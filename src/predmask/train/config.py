@@ -7,7 +7,7 @@ Each field carries its meaning as a `Doc` annotation, from which `--help` and `p
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal
 
 from typing_extensions import Doc
@@ -126,6 +126,35 @@ class EvalConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TraceConfig:
+    """What a run records token by token."""
+
+    enabled: Annotated[bool, Doc("record token traces; --traces alone is short for it")] = False
+    every: Annotated[int, Doc("steps from one recorded step to the next")] = 1
+    responses: Annotated[int | None, Doc("responses recorded a step, spread over its prompts; none: all")] = None
+    max_mb: Annotated[
+        int, Doc("about the most that traces take on disk; when full, every second recorded step is deleted")
+    ] = 1000
+    after: Annotated[
+        bool, Doc("measure each token again after its optimiser step: one more forward pass (predmask direction)")
+    ] = False
+    full: Annotated[
+        bool, Doc("record whole distributions of both policies: for small vocabularies (predmask direction, replay)")
+    ] = False
+
+    def __post_init__(self) -> None:
+        _at_least(self, "traces", every=1, max_mb=1)
+        if self.responses is not None:
+            _at_least(self, "traces", responses=1)
+        changed = [field.name for field in fields(self) if getattr(self, field.name) != field.default]
+        if changed and not self.enabled:
+            raise ConfigError(
+                f"traces.{changed[0]} is {getattr(self, changed[0])}, but no traces are recorded; add --traces "
+                "(traces.enabled)"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """A whole run."""
 
@@ -147,6 +176,7 @@ class Config:
     optimizer: Annotated[OptimizerConfig, Doc("AdamW")] = field(default_factory=OptimizerConfig)
     update: Annotated[UpdateConfig, Doc("optimiser steps on each rollout")] = field(default_factory=UpdateConfig)
     eval: Annotated[EvalConfig, Doc("held-out accuracy")] = field(default_factory=EvalConfig)
+    traces: Annotated[TraceConfig, Doc("token traces, into the run directory")] = field(default_factory=TraceConfig)
 
     def __post_init__(self) -> None:
         _at_least(self, "", steps=1, seed=0, threads=0)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from predmask.core import BehaviourSupport, PolicySupport, Rule
+from predmask.core.support import each_tensor
 from predmask.ops import MaskedPolicyLoss, masked_policy_loss, support_statistics
 from predmask.ops.reference import loss_of
 from predmask.rollout import Rollout
@@ -18,8 +19,10 @@ from predmask.train.heads import HeadError, ModelHead
 class Forward(Protocol):
     """The forward pass of the policy that is trained."""
 
-    def support(self, rollout: Rollout) -> tuple[BehaviourSupport, PolicySupport]:
-        """Both policies on the support of each of the rollout's N tokens, on the model's device."""
+    def support(
+        self, rollout: Rollout, behaviour: BehaviourSupport | None = None
+    ) -> tuple[BehaviourSupport, PolicySupport]:
+        """Both policies on the support of each of the rollout's N tokens (or on another one), on the model's device."""
         ...
 
     def loss(self, batch: Batch, rule: Rule, ratio_cap: float | None) -> MaskedPolicyLoss:
@@ -36,10 +39,12 @@ class DenseForward:
         self._temperature = temperature
         self._autocast = autocast
 
-    def support(self, rollout: Rollout) -> tuple[BehaviourSupport, PolicySupport]:
+    def support(
+        self, rollout: Rollout, behaviour: BehaviourSupport | None = None
+    ) -> tuple[BehaviourSupport, PolicySupport]:
         """See `Forward`."""
         logits = response_rows(self._logits, rollout, self._device, autocast=self._autocast).float()
-        behaviour = rollout.behaviour(self._device)
+        behaviour = _on_device(rollout, behaviour, self._device)
         return behaviour, PolicySupport.from_logits(logits, behaviour, temperature=self._temperature)
 
     def loss(self, batch: Batch, rule: Rule, ratio_cap: float | None) -> MaskedPolicyLoss:
@@ -61,9 +66,11 @@ class FusedForward:
         self._temperature = temperature
         self._autocast = autocast
 
-    def support(self, rollout: Rollout) -> tuple[BehaviourSupport, PolicySupport]:
+    def support(
+        self, rollout: Rollout, behaviour: BehaviourSupport | None = None
+    ) -> tuple[BehaviourSupport, PolicySupport]:
         """See `Forward`."""
-        behaviour = rollout.behaviour(self._device)
+        behaviour = _on_device(rollout, behaviour, self._device)
         weight = self._cast(self._head.weight())
         return behaviour, support_statistics(self._hidden(rollout), weight, behaviour, **self._settings())
 
@@ -118,6 +125,11 @@ def choose_forward(
             raise
         return dense, str(error)
     return FusedForward(head, temperature=temperature, autocast=autocast), None
+
+
+def _on_device(rollout: Rollout, behaviour: BehaviourSupport | None, device: torch.device) -> BehaviourSupport:
+    """The given support, or that of the rollout's records."""
+    return rollout.behaviour(device) if behaviour is None else each_tensor(behaviour, lambda v: v.to(device))
 
 
 def _own_gradient(weight: Tensor) -> Tensor | None:

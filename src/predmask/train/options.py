@@ -88,10 +88,10 @@ def overrides(args: Sequence[str]) -> dict[str, Any]:
             equals, text = "=", rest.pop(0)
         value = Text(text) if equals else True
         section, dot, key = path.partition(".")
-        if path in SECTIONS and path not in _TABLES:
+        if path in SECTIONS and _short_for(path) is None:
             raise _not_a_section(path, value)
         if section in SECTIONS:
-            layer.setdefault(section, {})[key if dot else "name"] = value
+            layer.setdefault(section, {})[key if dot else _short_for(section)] = value
         else:
             layer[path] = value
     return layer
@@ -153,8 +153,9 @@ def _stack(layers: Iterable[Mapping[str, Any]]) -> dict[str, _Section]:
 
 def _put(stack: dict[str, _Section], name: str, layer: Any) -> None:
     section = stack[name]
-    if name in _TABLES and isinstance(layer, str):
-        layer = {"name": layer}
+    short_for = _short_for(name)
+    if short_for is not None and isinstance(layer, str if name in _TABLES else bool):
+        layer = {short_for: layer}
     if not isinstance(layer, Mapping):
         raise _not_a_section(name, layer)
     if name in _TABLES and "name" in layer:
@@ -166,6 +167,13 @@ def _put(stack: dict[str, _Section], name: str, layer: Any) -> None:
         if key not in _fields(section.cls):
             raise _unknown_option(stack, name, key)
     section.values |= layer
+
+
+def _short_for(section: str) -> str | None:
+    """The key that a section's bare name stands for: the name of what is chosen, or whether it is on at all."""
+    if section in _TABLES:
+        return "name"
+    return "enabled" if section and "enabled" in _fields(_DEFAULTS[section]) else None
 
 
 def _unknown_option(stack: Mapping[str, _Section], name: str, key: str) -> ConfigError:

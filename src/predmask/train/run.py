@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from predmask.rollout import Engine
+from predmask.traces import TraceWriter, token_texts
+from predmask.traces.reader import DIRECTORY
 from predmask.train.config import Config, ConfigError
 from predmask.train.directory import RunDirectory, refuse_existing, task_name
 from predmask.train.evaluate import Accuracy
+from predmask.train.tracing import trace_info
 from predmask.train.trainer import StepResult, Trainer
 
 
@@ -51,6 +54,9 @@ class Display:
     def stepped(self, result: StepResult, trainer: Trainer) -> None:
         """A step was done."""
 
+    def warned(self, text: str) -> None:
+        """Something is lost that training can do without."""
+
     def ended(self, summary: Summary, directory: Path) -> None:
         """Everything is written."""
 
@@ -68,11 +74,16 @@ def run(config: Config, *, display: Display | None = None, engine: Engine | None
     open_scalars = _tensorboard() if config.tensorboard else None
     trainer = Trainer(config, engine=engine)
     directory = RunDirectory(config)
+    traces = _traces(trainer, directory.path) if config.traces.enabled else None
     scalars = None if open_scalars is None else open_scalars(directory.path / "tensorboard")
     before: Accuracy | None = None
     last: StepResult | None = None
 
     def finish(status: str) -> Summary:
+        if traces is not None:
+            traces.close()
+            if traces.problem:
+                display.warned(traces.problem)
         summary = _summarise(trainer, status, time.perf_counter() - started, before, last)
         directory.write_summary(asdict(summary))
         directory.write_checkpoint(trainer.model, trainer.tokenizer)
@@ -122,6 +133,20 @@ def _summarise(
             for row in trainer.masked_tokens()[:10]
         ],
     )
+
+
+def _traces(trainer: Trainer, directory: Path) -> TraceWriter:
+    """What records the run's tokens."""
+    settings, size = trainer.config.traces, trainer.model.config.vocab_size
+    writer = TraceWriter(
+        directory / DIRECTORY,
+        trace_info(trainer.config, size, directory.resolve().name),
+        every=settings.every,
+        max_bytes=settings.max_mb * 1e6,
+    )
+    writer.write_vocabulary(token_texts(trainer.tokenizer, size))
+    trainer.recorder = writer
+    return writer
 
 
 def _tensorboard() -> Callable[[Path], Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from predmask.train.evaluate import Accuracy, decode, encode, evaluate, generato
 from predmask.train.forward import Forward, choose_forward
 from predmask.train.heads import HeadError
 from predmask.train.models import load_policy, resolve_device
+from predmask.train.tracing import MinibatchTrace, Recorder, StepTrace
 
 
 class TrainingError(RuntimeError):
@@ -55,6 +56,8 @@ class Trainer:
 
     def __init__(self, config: Config, *, engine: Engine | None = None) -> None:
         self.config = config
+        self.recorder: Recorder | None = None
+        """What the run's tokens are recorded with; `traces` in the configuration says what is recorded."""
         self.device = resolve_device(config.device)
         if config.threads:
             torch.set_num_threads(config.threads)
@@ -125,8 +128,13 @@ class Trainer:
         advantage = self._advantage(rewards, metrics)
         if step == 1:
             self._check_agreement(rollout)
-        for minibatch in self._minibatches(rollout, advantage):
-            metrics = metrics.merge(self._update(minibatch, step))
+        trace = self._trace(step, problems, rollout, rewards, advantage)
+        for number, minibatch in enumerate(self._minibatches(rollout, advantage)):
+            epoch, within = divmod(number, self.config.update.steps_per_rollout)
+            recording = None if trace is None else trace.minibatch(epoch, within, self.version)
+            metrics = metrics.merge(self._update(minibatch, step, recording))
+        if trace is not None:
+            trace.recorder.commit(step)
         self.engine.update_weights(self.model, self.version)
         seconds = time.perf_counter() - started
         metrics.mean("response_length", rollout.lengths)
@@ -139,7 +147,8 @@ class Trainer:
     def _sample(self, problems: list[Problem]) -> Rollout:
         """[B] responses, one to each of the problems."""
         prompts = encode(self.tokenizer, problems)
-        rollout = self.engine.generate(prompts, self.config.rollout.sampling(), self._sampling)
+        sampling = replace(self.config.rollout.sampling(), record_full=self.config.traces.full)
+        rollout = self.engine.generate(prompts, sampling, self._sampling)
         if [list(prompt) for prompt in rollout.prompts] != prompts:
             raise RolloutError("the engine answered other prompts than it was given, or in another order")
         return rollout.check(top_k=self.config.rollout.top_k, vocabulary_size=self.model.config.vocab_size)
@@ -179,9 +188,19 @@ class Trainer:
                     loss.aggregation,
                     horizon=loss.horizon or self.config.rollout.max_new_tokens,
                 )
-                yield Batch(part, per_token.nan_to_num(0.0), weights)
+                yield Batch(part, sequences, per_token.nan_to_num(0.0), weights)
 
-    def _update(self, minibatch: Batch, step: int) -> Metrics:
+    def _trace(
+        self, step: int, problems: list[Problem], rollout: Rollout, rewards: torch.Tensor, advantage: torch.Tensor
+    ) -> StepTrace | None:
+        """What records this step, if anything does."""
+        if self.recorder is None or not self.recorder.wants(step):
+            return None
+        trace = StepTrace.begin(self.recorder, self.config, self._forward, step, len(rollout.prompts))
+        trace.responses(problems, rollout, rewards, advantage)
+        return trace
+
+    def _update(self, minibatch: Batch, step: int, recording: MinibatchTrace | None) -> Metrics:
         """One optimiser step: the rule decides once, and loss and metrics read that decision."""
         config = self.config
         metrics = Metrics()
@@ -201,9 +220,13 @@ class Trainer:
             staleness = (self.version - micro.rollout.version).to(self.device)
             metrics = metrics.merge(mask_metrics(result.behaviour, result.policy, result.decision, staleness=staleness))
             masked.append(masked_tokens(result.decision, result.behaviour.ids[:, 0]))
+            if recording is not None:
+                recording.add(micro, result)
         self._masked = merge_masked_tokens(*masked)
         metrics.mean("loss", torch.tensor([loss_value]))
         self._apply(metrics, step, kept)
+        if recording is not None:
+            recording.applied()
         return metrics
 
     def _apply(self, metrics: Metrics, step: int, kept: int) -> None:

@@ -1,0 +1,169 @@
+"""Recording a run token by token, for `predmask report`, `replay`, `direction` and `show`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from predmask.core import BehaviourSupport, PolicySupport
+from predmask.core.support import each_tensor
+from predmask.ops import MaskedPolicyLoss
+from predmask.rollout import Rollout
+from predmask.tasks import Problem
+from predmask.traces import FullRows, SampleTrace, TokenTrace, TraceInfo, rule_settings
+from predmask.train.batches import Batch
+from predmask.train.config import Config, ConfigError, TraceConfig
+from predmask.train.forward import Forward
+
+
+class Recorder(Protocol):
+    """Takes what is recorded, as `predmask.traces.TraceWriter` does."""
+
+    def wants(self, step: int) -> bool:
+        """Whether this step should be recorded."""
+        ...
+
+    def add(self, records: TokenTrace | Sequence[SampleTrace]) -> None:
+        """Tokens or responses of the step that is going on."""
+        ...
+
+    def commit(self, step: int) -> None:
+        """The step is complete."""
+        ...
+
+
+def trace_info(config: Config, vocabulary_size: int, run: str) -> TraceInfo:
+    """What holds for every token of a run."""
+    return TraceInfo(
+        run=run,
+        rule=rule_settings(config.rule),
+        vocabulary_size=vocabulary_size,
+        top_k=config.rollout.top_k,
+        temperature=config.rollout.temperature,
+    )
+
+
+@dataclass
+class StepTrace:
+    """The step that is going on: which responses are recorded, and where the trainer stands in it."""
+
+    recorder: Recorder
+    settings: TraceConfig
+    forward: Forward
+    step: int
+    group_size: int
+    chosen: Tensor
+    """[B] bool, the responses that are recorded."""
+
+    @classmethod
+    def begin(cls, recorder: Recorder, config: Config, forward: Forward, step: int, responses: int) -> StepTrace:
+        """Choose `traces.responses` of the step's responses, spread evenly over its prompts."""
+        count = min(config.traces.responses or responses, responses)
+        chosen = torch.zeros(responses, dtype=torch.bool)
+        chosen[torch.arange(count) * responses // count] = True
+        return cls(recorder, config.traces, forward, step, config.rollout.group_size, chosen)
+
+    def responses(self, problems: Sequence[Problem], rollout: Rollout, rewards: Tensor, advantage: Tensor) -> None:
+        """Record what was asked and what came of it."""
+        if self.settings.full and rollout.full_logp is None:
+            raise ConfigError("traces.full is on, but the engine records no whole distributions; turn it off")
+        self.recorder.add(
+            [
+                SampleTrace(
+                    step=self.step,
+                    sample=sample,
+                    group=sample // self.group_size,
+                    prompt=rollout.prompts[sample],
+                    reward=float(rewards[sample]),
+                    advantage=float(advantage[sample]),
+                    length=int(rollout.lengths[sample]),
+                    finished=bool(rollout.finished[sample]),
+                    problem=problems[sample].id,
+                    reference=str(problems[sample].reference),
+                )
+                for sample in torch.nonzero(self.chosen)[:, 0].tolist()
+            ]
+        )
+
+    def minibatch(self, epoch: int, number: int, optimizer_step: int) -> MinibatchTrace:
+        """An optimiser step begins."""
+        return MinibatchTrace(self, epoch, number, optimizer_step, [])
+
+
+@dataclass
+class MinibatchTrace:
+    """The optimiser step that is going on: its tokens are recorded when it was taken."""
+
+    of: StepTrace
+    epoch: int
+    number: int
+    optimizer_step: int
+    decided: list[tuple[Batch, TokenTrace]]
+
+    def add(self, batch: Batch, result: MaskedPolicyLoss) -> None:
+        """What the rule read and decided for the tokens of a micro-batch."""
+        kept = torch.nonzero(self.of.chosen[batch.sample])[:, 0]
+        if not len(kept):
+            return
+        index = batch.rollout.token_index(kept)
+        batch = batch.select(kept)
+        rollout = batch.rollout
+        sample = batch.sample[rollout.sequence]
+        tokens = len(rollout.tokens)
+
+        def same(value: int) -> Tensor:
+            return torch.full((tokens,), value)
+
+        trace = TokenTrace(
+            step=same(self.of.step),
+            epoch=same(self.epoch),
+            minibatch=same(self.number),
+            optimizer_step=same(self.optimizer_step),
+            version=rollout.version,
+            sample=sample,
+            group=sample // self.of.group_size,
+            position=rollout.position,
+            advantage=batch.advantage,
+            behaviour=_recorded(result.behaviour, index),
+            policy=_recorded(result.policy, index),
+            decision=_recorded(result.decision, index),
+            full=self._full(rollout),
+        )
+        self.decided.append((batch, trace))
+
+    @torch.no_grad()
+    def applied(self) -> None:
+        """The optimiser step was taken: measure the tokens again where that is asked for, and hand them on."""
+        for batch, trace in self.decided:
+            if self.of.settings.after:
+                policy = _cpu(self.of.forward.support(batch.rollout)[1])
+                trace = replace(trace, after=replace(policy, tail_sum_squares=None, entropy=None))
+                if trace.full is not None:
+                    rows = self._rows(batch.rollout, trace.full.behaviour)
+                    trace = replace(trace, full=replace(trace.full, after=rows))
+            self.of.recorder.add(trace)
+
+    @torch.no_grad()
+    def _full(self, rollout: Rollout) -> FullRows | None:
+        if not self.of.settings.full or rollout.full_logp is None:
+            return None
+        return FullRows(behaviour=rollout.full_logp, policy=self._rows(rollout, rollout.full_logp))
+
+    def _rows(self, rollout: Rollout, behaviour: Tensor) -> Tensor:
+        """[N, V] log pi now."""
+        everything = BehaviourSupport.full(rollout.tokens, behaviour)
+        policy = _cpu(self.of.forward.support(rollout, everything)[1])
+        return torch.empty_like(policy.logp).scatter_(-1, everything.ids, policy.logp)
+
+
+def _recorded(record: Any, index: Tensor) -> Any:
+    """The tokens of a record that are traced, outside the graph and on the CPU."""
+    return each_tensor(record, lambda values: values.detach()[index.to(values.device)].cpu())
+
+
+def _cpu(policy: PolicySupport) -> PolicySupport:
+    return each_tensor(policy, lambda values: values.detach().cpu())
