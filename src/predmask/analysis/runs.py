@@ -9,11 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from predmask.analysis import AnalysisError
 from predmask.traces import Trace
-
-
-class AnalysisError(ValueError):
-    """Something that cannot be analysed; the text says why and what to do."""
 
 
 @dataclass(frozen=True)

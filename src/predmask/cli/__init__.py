@@ -97,7 +97,7 @@ def _missing_package(error: ImportError) -> str | None:
 
 def _user_mistakes() -> tuple[type[Exception], ...]:
     """The errors whose text is meant for the user; anything else is a fault of this program."""
-    from predmask.analysis.runs import AnalysisError
+    from predmask.analysis import AnalysisError
     from predmask.bench import BenchError
     from predmask.rollout import RolloutError
     from predmask.tasks.verifier import VerifierError

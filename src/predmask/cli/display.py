@@ -119,7 +119,8 @@ def closing_lines(summary: Summary, directory: Path) -> list[str]:
         f"{summary.status:<18} {summary.steps} steps, {summary.optimizer_steps} optimiser steps, "
         f"{summary.seconds:.0f} s",
         f"run directory      {directory}",
-        f"try next           {command()} eval {directory}",
+        f"try next           {command()} report {directory}",
+        f"                   {command()} eval {directory}",
     ]
     if summary.task == "arithmetic":
         other = "ppo_clip" if summary.rule == "dppo" else "dppo"

@@ -1,9 +1,29 @@
 """Token traces: what a mask saw and decided, token by token, in Parquet files that any tool can read."""
 
-from predmask.traces.reader import Trace
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from predmask.traces.records import FullRows, SampleTrace, TokenTrace, TraceError, TraceInfo, rule_settings
 from predmask.traces.vocabulary import token_texts
-from predmask.traces.writer import TraceWriter
+
+if TYPE_CHECKING:
+    from predmask.traces.reader import Trace
+    from predmask.traces.writer import TraceWriter
+
+
+def __getattr__(name: str) -> Any:
+    # Parquet is loaded by those who read or write it; records need torch alone.
+    if name == "Trace":
+        from predmask.traces.reader import Trace
+
+        return Trace
+    if name == "TraceWriter":
+        from predmask.traces.writer import TraceWriter
+
+        return TraceWriter
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "FullRows",

@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from predmask.traces.records import SampleTrace, TokenTrace, TraceError, TraceInfo
+from predmask.traces.records import DIRECTORY, SampleTrace, TokenTrace, TraceError, TraceInfo
 from predmask.traces.schema import (
     check_schema,
     read_info,
@@ -20,9 +20,6 @@ from predmask.traces.schema import (
     tokens_from_arrow,
 )
 from predmask.traces.writer import ROW_GROUP
-
-DIRECTORY = "traces"
-"""Where a run directory keeps its trace."""
 
 
 class Trace:

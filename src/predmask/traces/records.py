@@ -11,6 +11,9 @@ from torch import Tensor
 
 from predmask.core import RULES, BehaviourSupport, MaskDecision, PolicySupport, Reason, Rule
 
+DIRECTORY = "traces"
+"""Where a run directory keeps its trace."""
+
 
 class TraceError(ValueError):
     """A trace that cannot be read or written; the text names the file or column and the remedy."""

@@ -6,16 +6,19 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from predmask.rollout import Engine
-from predmask.traces import TraceWriter, token_texts
-from predmask.traces.reader import DIRECTORY
+from predmask.traces import token_texts
+from predmask.traces.records import DIRECTORY
 from predmask.train.config import Config, ConfigError
 from predmask.train.directory import RunDirectory, refuse_existing, task_name
 from predmask.train.evaluate import Accuracy
 from predmask.train.tracing import trace_info
 from predmask.train.trainer import StepResult, Trainer
+
+if TYPE_CHECKING:
+    from predmask.traces import TraceWriter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +140,8 @@ def _summarise(
 
 def _traces(trainer: Trainer, directory: Path) -> TraceWriter:
     """What records the run's tokens."""
+    from predmask.traces import TraceWriter
+
     settings, size = trainer.config.traces, trainer.model.config.vocab_size
     writer = TraceWriter(
         directory / DIRECTORY,
