@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from predmask.traces.hosts import samples_from_trl, samples_from_verl, tokens_from_trl, tokens_from_verl
+from predmask.traces.importers import tokens_from_arrays
 from predmask.traces.records import FullRows, SampleTrace, TokenTrace, TraceError, TraceInfo, rule_settings
 from predmask.traces.vocabulary import token_texts
 
@@ -34,5 +36,10 @@ __all__ = [
     "TraceInfo",
     "TraceWriter",
     "rule_settings",
+    "samples_from_trl",
+    "samples_from_verl",
     "token_texts",
+    "tokens_from_arrays",
+    "tokens_from_trl",
+    "tokens_from_verl",
 ]

@@ -10,16 +10,17 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from predmask.traces.columns import samples_from_arrow, tokens_from_arrow
 from predmask.traces.records import DIRECTORY, SampleTrace, TokenTrace, TraceError, TraceInfo
 from predmask.traces.schema import (
+    OPTIONAL,
+    VOCABULARY,
     check_schema,
     read_info,
+    rows_at_once,
     sample_schema,
-    samples_from_arrow,
     token_schema,
-    tokens_from_arrow,
 )
-from predmask.traces.writer import ROW_GROUP
 
 
 class Trace:
@@ -30,12 +31,17 @@ class Trace:
 
     def __init__(self, path: Path | str) -> None:
         path = Path(path)
+        if not path.is_dir():
+            raise TraceError(f"{str(path)!r} is no directory; name a run directory, or one with a trace")
         self.directory = path / DIRECTORY if (path / DIRECTORY).is_dir() else path
-        self._files = {_step(file): file for file in sorted(self.directory.glob("tokens-*.parquet"))}
+        self._files = _files(self.directory)
         if not self._files:
+            begun = any(self.directory.glob("tokens-*.partial"))
             raise TraceError(
-                f"{path} has no token trace; record one with `predmask train PRESET --traces`, or write one from your "
-                "own trainer (predmask.traces)"
+                f"{path} has no whole step of a token trace yet"
+                if begun
+                else f"{path} has no token trace; record one with `predmask train PRESET --traces`, or write one from "
+                "your own trainer (predmask.traces)"
             )
         infos = [self._check(file) for file in self._files.values()]
         self.info: TraceInfo = infos[0]
@@ -66,29 +72,38 @@ class Trace:
         file = self.directory / "vocabulary.parquet"
         if not file.exists():
             return {}
+        check_schema(_schema(file), VOCABULARY, file)
         with _readable(file):
-            table = pq.read_table(file, columns=["id", "text"])
+            table = pq.read_table(file, columns=VOCABULARY.names)
+        if any(column.null_count for column in table.columns):
+            raise TraceError(f"{file} has empty entries; write the trace anew")
         return dict(zip(table["id"].to_pylist(), table["text"].to_pylist(), strict=True))
 
     def tokens(self, steps: Sequence[int] | None = None, *, without: Sequence[str] = ()) -> Iterator[TokenTrace]:
-        """The tokens of some steps, or of all, in chunks of up to `ROW_GROUP`, `without` some optional columns."""
+        """The tokens of some steps, or of all, in chunks that fit in memory, `without` some optional columns."""
+        left_out = {together for name in without for together in OPTIONAL[name]}
         for step in self.steps if steps is None else steps:
             file = self._file(step)
             with _readable(file), pq.ParquetFile(file, memory_map=True) as source:
-                wanted = [name for name in token_schema(self.info).names if name in source.schema_arrow.names]
-                wanted = [name for name in wanted if name not in without and name != "run"]
-                for batch in source.iter_batches(ROW_GROUP, columns=wanted, use_threads=False):
-                    yield tokens_from_arrow(batch, self.info, file)
+                schema = source.schema_arrow
+                wanted = [name for name in token_schema(self.info).names if name in schema.names]
+                wanted = [name for name in wanted if name not in left_out and name != "run"]
+                rows = rows_at_once(pa.schema([schema.field(name) for name in wanted]))
+                for batch in source.iter_batches(rows, columns=wanted, use_threads=False):
+                    yield tokens_from_arrow(batch, self.info, step, file)
 
     def samples(self, step: int) -> list[SampleTrace]:
         """The responses of a step; empty where they were not recorded."""
         file = self.directory / self._file(step).name.replace("tokens-", "samples-")
         if not file.exists():
             return []
-        check_schema(_schema(file), sample_schema(self.info), file)
+        schema = _schema(file)
+        check_schema(schema, sample_schema(self.info), file)
+        if read_info(schema, file) != self.info:
+            raise TraceError(f"{file} belongs to another run than {self._file(step)}")
         with _readable(file):
-            table = pq.read_table(file)
-        return [sample for batch in table.to_batches() for sample in samples_from_arrow(batch)]
+            table = pq.read_table(file, columns=[name for name in sample_schema(self.info).names if name != "run"])
+        return samples_from_arrow(table, step, file)
 
     def text(self, token: int) -> str:
         """A token as people read it: its text, or its id where texts were not recorded."""
@@ -106,6 +121,19 @@ class Trace:
         return info
 
 
+def _files(directory: Path) -> dict[int, Path]:
+    """The files of tokens by their step, in order."""
+    found: dict[int, Path] = {}
+    for file in directory.glob("tokens-*.parquet"):
+        text = file.stem.removeprefix("tokens-")
+        if not (text.isascii() and text.isdecimal()):
+            raise TraceError(f"{file}: a trace's files are called tokens-000001.parquet and so on, by their step")
+        if int(text) in found:
+            raise TraceError(f"{file} and {found[int(text)]} are both of step {int(text)}; remove one")
+        found[int(text)] = file
+    return dict(sorted(found.items()))
+
+
 def _schema(file: Path) -> pa.Schema:
     with _readable(file):
         return pq.read_schema(file)
@@ -116,19 +144,14 @@ def _rows(file: Path) -> int:
         return pq.read_metadata(file).num_rows
 
 
-def _step(file: Path) -> int:
-    text = file.stem.removeprefix("tokens-")
-    if not text.isdecimal():
-        raise TraceError(f"{file}: a trace's files are called tokens-000001.parquet and so on, by their step")
-    return int(text)
-
-
 @contextmanager
 def _readable(file: Path) -> Iterator[None]:
     """A TraceError that names the file, instead of Parquet's errors."""
     try:
         yield
     except (pa.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.strerror:
+            raise TraceError(f"{file} cannot be read: {error.strerror}") from error
         reason = str(error).partition("\n")[0]
         raise TraceError(f"{file} cannot be read: it is truncated or no Parquet file ({reason})") from error
 

@@ -10,29 +10,32 @@ import contextlib
 import queue
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from predmask.traces.columns import samples_to_arrow, tokens_to_arrow
 from predmask.traces.records import SampleTrace, TokenTrace, TraceError, TraceInfo
-from predmask.traces.schema import samples_to_arrow, tokens_to_arrow
+from predmask.traces.schema import VOCABULARY, item_type, rows_at_once, token_schema
 
-ROW_GROUP = 32_768
-"""Tokens that are written, and read, at once."""
 _QUEUE = 16
 """Batches that may wait for the disk before the caller waits too."""
+_Item = TokenTrace | Sequence[SampleTrace] | Mapping[int, str] | int | None
 
 
 class TraceWriter:
     """Writes tokens and responses, step after step, in a thread of its own.
 
     With `max_bytes`, the trace stays about below that: when it is full, every second of its steps is deleted, and from
-    then on half as many are recorded, so that it always covers the whole run evenly. A disk that cannot be written
-    ends the trace and not the run: `problem` says what happened, and later calls do nothing.
+    then on half as many are recorded, so that it always covers the whole run evenly. What cannot be written (a full
+    disk, tokens that do not fit the trace) ends the trace and not the run: `problem` says what happened, and later
+    calls do nothing. As a context manager it raises a TraceError for a problem at its end.
 
-    Raises TraceError when the directory already has a trace.
+    Raises TraceError when the directory is not empty.
     """
 
     def __init__(self, directory: Path, info: TraceInfo, *, every: int = 1, max_bytes: float | None = None) -> None:
@@ -41,27 +44,41 @@ class TraceWriter:
         directory.mkdir(parents=True, exist_ok=True)
         self.problem: str | None = None
         """Why the trace ended early; None while all is well."""
-        self._directory, self._info = directory, info
+        # A run is often named after its directory, whose name need not be text.
+        run = info.run.encode("utf-8", "replace").decode()
+        self._info = replace(info, run=run, temperature=float(info.temperature))
+        self._directory = directory
+        self._rows = rows_at_once(token_schema(self._info))
         self._max_bytes = max_bytes
-        self._stride = every
+        self._spacing = every
+        self._first: int | None = None
         self._sizes: dict[int, int] = {}
+        """Bytes of each step that is there."""
         self._step: int | None = None
+        """The step that is going on."""
         self._buffered: list[pa.RecordBatch] = []
         self._samples: list[SampleTrace] = []
         self._file: pq.ParquetWriter | None = None
-        self._queue: queue.Queue[TokenTrace | Sequence[SampleTrace] | int | None] = queue.Queue(_QUEUE)
+        self._closed = False
+        self._queue: queue.Queue[_Item] = queue.Queue(_QUEUE)
         self._thread = threading.Thread(target=self._work, name="trace-writer", daemon=True)
         self._thread.start()
 
     def __enter__(self) -> TraceWriter:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         self.close()
+        if self.problem is not None and error is None:
+            raise TraceError(self.problem)
 
     def wants(self, step: int) -> bool:
-        """Whether this step (from 1) should be recorded."""
-        return self.problem is None and (step - 1) % self._stride == 0
+        """Whether this step should be recorded."""
+        if self.problem is not None or self._closed:
+            return False
+        if self._first is None:
+            self._first = step
+        return self._regular(step)
 
     def add(self, records: TokenTrace | Sequence[SampleTrace]) -> None:
         """Tokens or responses of the step that is going on."""
@@ -69,21 +86,22 @@ class TraceWriter:
 
     def commit(self, step: int) -> None:
         """The step is complete: what was added since the last one becomes readable."""
-        self._put(step)
+        self._put(int(step))
 
     def write_vocabulary(self, texts: Mapping[int, str]) -> None:
-        """What token ids look like; at once, in the caller's thread."""
-        table = pa.table({"id": pa.array(list(texts), pa.int32()), "text": pa.array(list(texts.values()), pa.string())})
-        with self._written("vocabulary.parquet") as path:
-            pq.write_table(table, path, compression="zstd")
+        """What token ids look like (`token_texts`)."""
+        self._put(dict(texts))
 
     def close(self) -> None:
         """Write what is waiting; a step that was begun is kept as far as it came. Calling it twice is allowed."""
-        if self._thread.is_alive():
+        if not self._closed:
             self._put(None)
-            self._thread.join()
+            self._closed = True
+        self._thread.join()
 
-    def _put(self, item: TokenTrace | Sequence[SampleTrace] | int | None) -> None:
+    def _put(self, item: _Item) -> None:
+        if self._closed:
+            raise TraceError("the trace is closed; nothing can be added")
         while self._thread.is_alive():
             with contextlib.suppress(queue.Full):
                 self._queue.put(item, timeout=1.0)
@@ -93,67 +111,95 @@ class TraceWriter:
         try:
             while (item := self._queue.get()) is not None:
                 self._take(item)
-            self._commit(self._step)
+            if self._step is not None:
+                self._commit(self._step)
         except Exception as error:  # noqa: BLE001  a full disk must not end the run
             self.problem = f"the trace ended early: {error}"
 
-    def _take(self, item: TokenTrace | Sequence[SampleTrace] | int) -> None:
+    def _take(self, item: TokenTrace | Sequence[SampleTrace] | Mapping[int, str] | int) -> None:
         if isinstance(item, int):
             self._commit(item)
         elif isinstance(item, TokenTrace):
-            if len(item):
-                self._step = int(item.step[0])
-                self._buffered.append(tokens_to_arrow(item, self._info))
-                if sum(map(len, self._buffered)) >= ROW_GROUP:
-                    self._flush(self._step)
+            self._take_tokens(item)
+        elif isinstance(item, Mapping):
+            table = pa.table([list(item), list(item.values())], schema=VOCABULARY)
+            with self._written("vocabulary.parquet") as path:
+                pq.write_table(table, path, compression="zstd")
         else:
             self._samples.extend(item)
 
-    def _flush(self, step: int) -> None:
-        """The buffered tokens as a row group."""
+    def _take_tokens(self, tokens: TokenTrace) -> None:
+        if not len(tokens):
+            return
+        steps = {int(tokens.step.min()), int(tokens.step.max())} | ({self._step} if self._step is not None else set())
+        if len(steps) > 1:
+            raise TraceError(f"tokens of the steps {sorted(steps)} were added together; commit a step before the next")
+        (self._step,) = steps
+        batch = tokens_to_arrow(tokens, self._info)
+        schema = self._file.schema if self._file else self._buffered[0].schema if self._buffered else batch.schema
+        if batch.schema != schema:
+            differing = sorted(set(batch.schema.names) ^ set(schema.names))
+            raise TraceError(f"some tokens of step {self._step} have {', '.join(differing)}, and others have not")
+        self._buffered.append(batch)
+        if sum(map(len, self._buffered)) >= self._rows:
+            self._flush()
+
+    def _flush(self) -> None:
+        """The buffered tokens as row groups."""
         if not self._buffered:
             return
         table = pa.Table.from_batches(self._buffered)
         self._buffered = []
         if self._file is None:
-            floats = [field.name for field in table.schema if pa.types.is_floating(_inner(field.type))]
+            floats = [field.name for field in table.schema if pa.types.is_floating(item_type(field.type))]
             # Random bits do not compress; exponents do, once they stand together.
             encodings: Any = {"use_dictionary": ["run"], "use_byte_stream_split": floats}
-            path = self._partial(f"tokens-{step:06d}.parquet")
+            path = self._partial(f"tokens-{self._step:06d}.parquet")
             self._file = pq.ParquetWriter(path, table.schema, compression="zstd", compression_level=1, **encodings)
-        self._file.write_table(table, row_group_size=ROW_GROUP)
+        self._file.write_table(table, row_group_size=self._rows)
 
-    def _commit(self, step: int | None) -> None:
-        if step is None:
+    def _commit(self, step: int) -> None:
+        if self._step not in (None, step):
+            raise TraceError(f"tokens of step {self._step} were added, and step {step} was committed")
+        self._flush()
+        samples, self._samples, self._step = self._samples, [], None
+        if self._file is None:
             return
-        self._flush(step)
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-            if self._samples:
-                with self._written(f"samples-{step:06d}.parquet") as path:
-                    pq.write_table(pa.Table.from_batches([samples_to_arrow(self._samples, self._info)]), path)
-            name = f"tokens-{step:06d}.parquet"
-            self._partial(name).rename(self._directory / name)
-            self._sizes[step] = sum(path.stat().st_size for path in self._files(step))
-        self._samples, self._step = [], None
+        self._file.close()
+        self._file = None
+        name = f"tokens-{step:06d}.parquet"
+        if self._first is None:
+            self._first = step
+        if not self._regular(step):  # it was begun before the trace was thinned
+            self._partial(name).unlink()
+            return
+        if step in self._sizes:
+            raise TraceError(f"step {step} was committed twice; a step's tokens belong in one commit")
+        if samples:
+            with self._written(f"samples-{step:06d}.parquet") as path:
+                pq.write_table(pa.Table.from_batches([samples_to_arrow(samples, self._info)]), path)
+        self._partial(name).rename(self._directory / name)
+        self._sizes[step] = sum(path.stat().st_size for path in self._files(step))
         self._thin()
 
     def _thin(self) -> None:
         """Delete every second step until the rest fits."""
         while self._max_bytes is not None and sum(self._sizes.values()) > self._max_bytes:
             if len(self._sizes) == 1:
-                self._max_bytes = None
-                self.problem = (
-                    f"the trace ended early: one step takes {next(iter(self._sizes.values())) / 1e6:.0f} MB, more than "
-                    "traces.max_mb; set traces.responses to trace fewer responses a step"
+                size = next(iter(self._sizes.values()))
+                raise TraceError(
+                    f"a step takes {size / 1e6:.3g} MB, and the whole trace may take {self._max_bytes / 1e6:.3g} MB; "
+                    "record fewer responses a step (traces.responses), or allow more (traces.max_mb)"
                 )
-                return
-            self._stride *= 2
-            for step in [step for step in self._sizes if (step - 1) % self._stride]:
+            self._spacing = 2 * min(later - earlier for earlier, later in pairwise(sorted(self._sizes)))
+            for step in [step for step in self._sizes if not self._regular(step)]:
                 for path in self._files(step):
-                    path.unlink(missing_ok=True)
+                    path.unlink()
                 del self._sizes[step]
+
+    def _regular(self, step: int) -> bool:
+        """Whether a step is one of those that the trace keeps at present."""
+        return (step - (self._first or 0)) % self._spacing == 0
 
     def _files(self, step: int) -> list[Path]:
         names = (f"tokens-{step:06d}.parquet", f"samples-{step:06d}.parquet")
@@ -167,7 +213,3 @@ class TraceWriter:
         """A path to write to; it is renamed to its place when all went well."""
         yield self._partial(name)
         self._partial(name).rename(self._directory / name)
-
-
-def _inner(kind: pa.DataType) -> pa.DataType:
-    return kind.value_type if pa.types.is_fixed_size_list(kind) else kind

@@ -7,7 +7,7 @@ Each field carries its meaning as a `Doc` annotation, from which `--help` and `p
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from typing_extensions import Doc
@@ -129,7 +129,7 @@ class EvalConfig:
 class TraceConfig:
     """What a run records token by token."""
 
-    enabled: Annotated[bool, Doc("record token traces; --traces alone is short for it")] = False
+    enabled: Annotated[bool, Doc("record token traces; so does any option of this section")] = False
     every: Annotated[int, Doc("steps from one recorded step to the next")] = 1
     responses: Annotated[int | None, Doc("responses recorded a step, spread over its prompts; none: all")] = None
     max_mb: Annotated[
@@ -146,12 +146,6 @@ class TraceConfig:
         _at_least(self, "traces", every=1, max_mb=1)
         if self.responses is not None:
             _at_least(self, "traces", responses=1)
-        changed = [field.name for field in fields(self) if getattr(self, field.name) != field.default]
-        if changed and not self.enabled:
-            raise ConfigError(
-                f"traces.{changed[0]} is {getattr(self, changed[0])}, but no traces are recorded; add --traces "
-                "(traces.enabled)"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

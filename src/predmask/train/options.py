@@ -158,6 +158,8 @@ def _put(stack: dict[str, _Section], name: str, layer: Any) -> None:
         layer = {short_for: layer}
     if not isinstance(layer, Mapping):
         raise _not_a_section(name, layer)
+    if short_for == "enabled" and layer:  # whoever sets how it is done wants it done
+        layer = {"enabled": True, **layer}
     if name in _TABLES and "name" in layer:
         section.cls, implied = _choose(name, layer["name"])
         kept = _fields(section.cls)

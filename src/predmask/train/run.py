@@ -81,12 +81,18 @@ def run(config: Config, *, display: Display | None = None, engine: Engine | None
     scalars = None if open_scalars is None else open_scalars(directory.path / "tensorboard")
     before: Accuracy | None = None
     last: StepResult | None = None
+    told: list[str] = []
+
+    def warn() -> None:
+        """Say once that the trace ended early."""
+        if traces is not None and traces.problem is not None and traces.problem not in told:
+            told.append(traces.problem)
+            display.warned(traces.problem)
 
     def finish(status: str) -> Summary:
         if traces is not None:
             traces.close()
-            if traces.problem:
-                display.warned(traces.problem)
+            warn()
         summary = _summarise(trainer, status, time.perf_counter() - started, before, last)
         directory.write_summary(asdict(summary))
         directory.write_checkpoint(trainer.model, trainer.tokenizer)
@@ -104,6 +110,7 @@ def run(config: Config, *, display: Display | None = None, engine: Engine | None
             if scalars is not None:
                 _write_scalars(scalars, last)
             display.stepped(last, trainer)
+            warn()
     except (KeyboardInterrupt, Exception) as error:
         finish("interrupted" if isinstance(error, KeyboardInterrupt) else f"failed: {error}")
         raise

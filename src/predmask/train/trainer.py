@@ -123,18 +123,26 @@ class Trainer:
         metrics = Metrics()
         settings = self.config.rollout
         problems = repeat_each(self.prompts.take(settings.prompts), settings.group_size)
-        rollout = self._sample(problems)
+        recorder = self.recorder if self.recorder is not None and self.recorder.wants(step) else None
+        rollout = self._sample(problems, full=recorder is not None and self.config.traces.full)
         rewards = self._reward(problems, rollout, metrics)
         advantage = self._advantage(rewards, metrics)
         if step == 1:
             self._check_agreement(rollout)
-        trace = self._trace(step, problems, rollout, rewards, advantage)
+        trace = None
+        if recorder is not None:
+            trace = StepTrace.begin(recorder, self.config, self._forward, step, len(rollout.prompts))
+            trace.responses(problems, rollout, rewards, advantage)
         for number, minibatch in enumerate(self._minibatches(rollout, advantage)):
             epoch, within = divmod(number, self.config.update.steps_per_rollout)
             recording = None if trace is None else trace.minibatch(epoch, within, self.version)
-            metrics = metrics.merge(self._update(minibatch, step, recording))
-        if trace is not None:
-            trace.recorder.commit(step)
+            try:
+                metrics = metrics.merge(self._update(minibatch, step, recording))
+            finally:  # an update that failed is the one to look at
+                if recording is not None:
+                    recording.applied()
+        if recorder is not None:
+            recorder.commit(step)
         self.engine.update_weights(self.model, self.version)
         seconds = time.perf_counter() - started
         metrics.mean("response_length", rollout.lengths)
@@ -144,10 +152,10 @@ class Trainer:
         metrics.total("tokens_per_second", len(rollout.tokens) / seconds)
         return metrics
 
-    def _sample(self, problems: list[Problem]) -> Rollout:
-        """[B] responses, one to each of the problems."""
+    def _sample(self, problems: list[Problem], *, full: bool) -> Rollout:
+        """[B] responses, one to each of the problems; `full` records whole distributions."""
         prompts = encode(self.tokenizer, problems)
-        sampling = replace(self.config.rollout.sampling(), record_full=self.config.traces.full)
+        sampling = replace(self.config.rollout.sampling(), record_full=full)
         rollout = self.engine.generate(prompts, sampling, self._sampling)
         if [list(prompt) for prompt in rollout.prompts] != prompts:
             raise RolloutError("the engine answered other prompts than it was given, or in another order")
@@ -190,16 +198,6 @@ class Trainer:
                 )
                 yield Batch(part, sequences, per_token.nan_to_num(0.0), weights)
 
-    def _trace(
-        self, step: int, problems: list[Problem], rollout: Rollout, rewards: torch.Tensor, advantage: torch.Tensor
-    ) -> StepTrace | None:
-        """What records this step, if anything does."""
-        if self.recorder is None or not self.recorder.wants(step):
-            return None
-        trace = StepTrace.begin(self.recorder, self.config, self._forward, step, len(rollout.prompts))
-        trace.responses(problems, rollout, rewards, advantage)
-        return trace
-
     def _update(self, minibatch: Batch, step: int, recording: MinibatchTrace | None) -> Metrics:
         """One optimiser step: the rule decides once, and loss and metrics read that decision."""
         config = self.config
@@ -209,6 +207,8 @@ class Trainer:
         masked = [self._masked]
         for micro in minibatch.split(config.update.micro_batch_size):
             result = self._forward.loss(micro, config.rule, config.loss.ratio_cap)
+            if recording is not None:
+                recording.add(micro, result)
             if not torch.isfinite(result.loss):
                 raise TrainingError(
                     f"the loss is {result.loss.item()} at step {step}, optimiser step {self.version}; nothing was "
@@ -220,13 +220,9 @@ class Trainer:
             staleness = (self.version - micro.rollout.version).to(self.device)
             metrics = metrics.merge(mask_metrics(result.behaviour, result.policy, result.decision, staleness=staleness))
             masked.append(masked_tokens(result.decision, result.behaviour.ids[:, 0]))
-            if recording is not None:
-                recording.add(micro, result)
         self._masked = merge_masked_tokens(*masked)
         metrics.mean("loss", torch.tensor([loss_value]))
         self._apply(metrics, step, kept)
-        if recording is not None:
-            recording.applied()
         return metrics
 
     def _apply(self, metrics: Metrics, step: int, kept: int) -> None:
