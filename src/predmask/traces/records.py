@@ -125,6 +125,10 @@ class TokenTrace:
         decided = self.decision.response_mask & (self.decision.reason != Reason.UNKNOWN)
         return decided & torch.isfinite(ratio) & torch.isfinite(self.decision.divergence)
 
+    def decide(self, rule: Rule) -> MaskDecision:
+        """What a rule decides about these tokens: the recorded rule decides as it did."""
+        return rule(self.behaviour, self.policy, self.advantage, response_mask=self.decision.response_mask)
+
     @staticmethod
     def cat(parts: Sequence[TokenTrace]) -> TokenTrace:
         """Several traces of the same kind, one after the other."""
