@@ -99,9 +99,9 @@ def spoiled(tokens: TokenTrace, seed: int) -> TokenTrace:
     # In the behaviour's slots, -inf means that the slot is not valid.
     behaviour = spoil_all(tokens.behaviour)
     unknown = torch.rand(behaviour.logp.shape, generator=generator) < 0.2
-    behaviour = dataclasses.replace(
-        behaviour, logp=tokens.behaviour.logp.masked_fill(unknown & tokens.behaviour.valid, math.nan)
-    )
+    logp = tokens.behaviour.logp.masked_fill(unknown & tokens.behaviour.valid, math.nan)
+    logp[torch.rand(len(logp), generator=generator) < 0.2, 0] = -math.inf  # the sampled token's slot is always valid
+    behaviour = dataclasses.replace(behaviour, logp=logp)
     return dataclasses.replace(
         tokens,
         advantage=spoil(tokens.advantage),

@@ -498,6 +498,27 @@ def test_texts_that_are_none_are_refused(tmp_path: Path, name: str) -> None:
     refused(tmp_path, VOCABULARY, words)
 
 
+def no_text(column: pa.ChunkedArray) -> pa.Array:
+    """As many bytes that no text has."""
+    return pa.array([b"\xff\xfe"] * len(column), pa.binary()).view(pa.string())
+
+
+@pytest.mark.parametrize(("name", "column"), [(VOCABULARY, "text"), (SAMPLES, "problem")])
+def test_text_that_is_no_text_is_refused(tmp_path: Path, name: str, column: str) -> None:
+    edited(tmp_path, name, replaced(column, no_text))
+    refused(tmp_path, name)
+
+
+@pytest.mark.parametrize("name", [TOKENS, SAMPLES, VOCABULARY])
+def test_a_name_of_a_column_that_is_no_text_is_refused(tmp_path: Path, name: str) -> None:
+    make_trace(tmp_path, steps=1)
+    file = tmp_path / "traces" / name
+    table = pq.read_table(file)
+    pq.write_table(table.append_column("mine#", table[0].cast(pa.string())), file, store_schema=False)
+    file.write_bytes(file.read_bytes().replace(b"mine#", b"\xff\xfe\xff\xfe#"))
+    refused(tmp_path, name)
+
+
 # A disk that fails, a process that dies, a writer that is too slow.
 
 
@@ -709,6 +730,7 @@ for attempt in range(int(sys.argv[2])):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_a_killed_run_leaves_what_it_had_committed(tmp_path: Path) -> None:
     attempts = 6

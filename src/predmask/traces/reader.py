@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 
 import pyarrow as pa
@@ -75,9 +76,9 @@ class Trace:
         check_schema(_schema(file), VOCABULARY, file)
         with _readable(file):
             table = pq.read_table(file, columns=VOCABULARY.names)
-        if any(column.null_count for column in table.columns):
-            raise TraceError(f"{file} has empty entries; write the trace anew")
-        return dict(zip(table["id"].to_pylist(), table["text"].to_pylist(), strict=True))
+            if any(column.null_count for column in table.columns):
+                raise TraceError(f"{file} has empty entries; write the trace anew")
+            return dict(zip(table["id"].to_pylist(), table["text"].to_pylist(), strict=True))
 
     def tokens(self, steps: Sequence[int] | None = None, *, without: Sequence[str] = ()) -> Iterator[TokenTrace]:
         """The tokens of some steps, or of all, in chunks that fit in memory, `without` some optional columns."""
@@ -103,7 +104,7 @@ class Trace:
             raise TraceError(f"{file} belongs to another run than {self._file(step)}")
         with _readable(file):
             table = pq.read_table(file, columns=[name for name in sample_schema(self.info).names if name != "run"])
-        return samples_from_arrow(table, step, file)
+            return samples_from_arrow(table, step, file)
 
     def text(self, token: int) -> str:
         """A token as people read it: its text, or its id where texts were not recorded."""
@@ -111,7 +112,7 @@ class Trace:
 
     def _file(self, step: int) -> Path:
         if step not in self._files:
-            raise TraceError(f"step {step} was not recorded; the trace has steps {_ranges(self.steps)}")
+            raise TraceError(f"step {step} was not recorded; the trace has steps {ranges(self.steps)}")
         return self._files[step]
 
     def _check(self, file: Path) -> TraceInfo:
@@ -136,7 +137,9 @@ def _files(directory: Path) -> dict[int, Path]:
 
 def _schema(file: Path) -> pa.Schema:
     with _readable(file):
-        return pq.read_schema(file)
+        schema = pq.read_schema(file)
+        str(schema)  # decodes every name
+        return schema
 
 
 def _rows(file: Path) -> int:
@@ -149,6 +152,8 @@ def _readable(file: Path) -> Iterator[None]:
     """A TraceError that names the file, instead of Parquet's errors."""
     try:
         yield
+    except UnicodeDecodeError as error:
+        raise TraceError(f"{file} cannot be read: it has text that is not UTF-8") from error
     except (pa.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.strerror:
             raise TraceError(f"{file} cannot be read: {error.strerror}") from error
@@ -156,12 +161,15 @@ def _readable(file: Path) -> Iterator[None]:
         raise TraceError(f"{file} cannot be read: it is truncated or no Parquet file ({reason})") from error
 
 
-def _ranges(steps: Sequence[int]) -> str:
-    """1, 3 to 7, 9"""
+def ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers as people write them: `1, 3 to 7`, or `0, 8, ... 248` where all are equally far apart."""
+    gaps = {later - earlier for earlier, later in pairwise(numbers)}
+    if len(numbers) > 4 and len(gaps) == 1 and gaps != {1}:
+        return f"{numbers[0]}, {numbers[1]}, ... {numbers[-1]}"
     spans: list[list[int]] = []
-    for step in steps:
-        if spans and step == spans[-1][1] + 1:
-            spans[-1][1] = step
+    for number in numbers:
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
         else:
-            spans.append([step, step])
+            spans.append([number, number])
     return ", ".join(str(low) if low == high else f"{low} to {high}" for low, high in spans)

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from predmask.traces.columns import samples_to_arrow, tokens_to_arrow
 from predmask.traces.records import SampleTrace, TokenTrace, TraceError, TraceInfo
-from predmask.traces.schema import VOCABULARY, item_type, rows_at_once, token_schema
+from predmask.traces.schema import VOCABULARY, item_type, rows_at_once
 
 _QUEUE = 16
 """Batches that may wait for the disk before the caller waits too."""
@@ -48,7 +48,6 @@ class TraceWriter:
         run = info.run.encode("utf-8", "replace").decode()
         self._info = replace(info, run=run, temperature=float(info.temperature))
         self._directory = directory
-        self._rows = rows_at_once(token_schema(self._info))
         self._max_bytes = max_bytes
         self._spacing = every
         self._first: int | None = None
@@ -141,7 +140,7 @@ class TraceWriter:
             differing = sorted(set(batch.schema.names) ^ set(schema.names))
             raise TraceError(f"some tokens of step {self._step} have {', '.join(differing)}, and others have not")
         self._buffered.append(batch)
-        if sum(map(len, self._buffered)) >= self._rows:
+        if sum(map(len, self._buffered)) >= rows_at_once(batch.schema):
             self._flush()
 
     def _flush(self) -> None:
@@ -156,7 +155,7 @@ class TraceWriter:
             encodings: Any = {"use_dictionary": ["run"], "use_byte_stream_split": floats}
             path = self._partial(f"tokens-{self._step:06d}.parquet")
             self._file = pq.ParquetWriter(path, table.schema, compression="zstd", compression_level=1, **encodings)
-        self._file.write_table(table, row_group_size=self._rows)
+        self._file.write_table(table, row_group_size=rows_at_once(table.schema))
 
     def _commit(self, step: int) -> None:
         if self._step not in (None, step):
