@@ -87,7 +87,7 @@ def main() -> None:
     try:
         figure.check(FIGURE)
     except (BenchError, ModuleNotFoundError) as error:
-        parser.error(f"{error}: pip install 'predmask[figures]'")
+        parser.error(f"{error}: pip install 'predmask[instruments]'")
     if not args.resume:
         DATA.unlink(missing_ok=True)
     results = run(PLANS, {}, args.rounds, DATA)

@@ -12,6 +12,16 @@ from predmask.traces import FullRows, SampleTrace, TokenTrace, Trace, TraceInfo,
 
 VOCABULARY = 12
 
+TIGHT: dict[str, Any] = {
+    "none": {},
+    "ppo_clip": {"eps_low": 0.1, "eps_high": 0.15, "dual_clip": 1.5},
+    "cispo": {"eps_low": 0.3, "eps_high": 0.1},
+    "icepop": {"low": 0.9, "high": 1.2},
+    "dppo": {"divergence": "tv", "support": "binary", "delta": 0.02},
+    "predictive": {"divergence": "js", "tail": "aggregated", "delta": 0.01},
+}
+"""By rule, settings that differ from the defaults and drop some of the made-up tokens."""
+
 
 def make_tokens(
     rule: Rule | None = None,

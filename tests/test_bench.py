@@ -259,7 +259,7 @@ def test_a_figure_without_matplotlib_names_the_extra(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main([*ARGUMENTS, "--figure", "ops.svg"]) == 2
-    assert "install predmask[figures]" in capsys.readouterr().err
+    assert "install predmask[instruments]" in capsys.readouterr().err
 
 
 def test_the_published_benchmark_goes_on_where_it_was(

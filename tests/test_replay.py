@@ -14,8 +14,8 @@ import torch
 from helpers_traces import make_tokens, make_trace
 from helpers_training import small
 from predmask.analysis import AnalysisError
-from predmask.analysis.crosstab import SPLITS
 from predmask.analysis.replay import Replay, registered_rules, replay, rule_labels
+from predmask.analysis.replay.crosstab import SPLITS
 from predmask.cli import main
 from predmask.core import (
     DPPO,

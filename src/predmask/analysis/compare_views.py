@@ -12,9 +12,9 @@ from typing import Any
 from predmask.analysis.compare import CONFIDENCE, FIGURES, IGNORED, Comparison, Figure, Group, Mean, show_option
 from predmask.analysis.runs import Run
 from predmask.analysis.terminal import visible
+from predmask.plotting import COLOURS, canvas
 
-# Okabe and Ito's colours, told apart by all eyes; beyond them, and in print, the line styles do it.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+# Beyond the colours, and in print, the line styles tell groups apart.
 _LINES = ("-", "--", ":", "-.")
 _CURVES = {"accuracy": "training accuracy", "mask_frac": "masked share", "behaviour_kl": "KL(mu‖pi)"}
 
@@ -73,17 +73,14 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
 
 def draw(comparison: Comparison, path: Path) -> None:
     """Curves of each group: the mean over its runs, and the range from the least to the largest."""
-    import matplotlib
-    from matplotlib.figure import Figure as Canvas
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-    with matplotlib.rc_context({"svg.hashsalt": "predmask", "font.size": 9}):
-        canvas = Canvas(figsize=(11, 3.6), layout="constrained")
-        axes = canvas.subplots(1, len(_CURVES))
+    with canvas(path, 11, 3.6) as figure:
+        axes = figure.subplots(1, len(_CURVES))
         for axis, (key, title) in zip(axes, _CURVES.items(), strict=True):
             for index, group in enumerate(comparison.groups):
                 steps, runs = _curves(group, key)
-                colour = _COLOURS[index % len(_COLOURS)]
+                colour = COLOURS[index % len(COLOURS)]
                 style = {"color": colour, "ls": _LINES[index % len(_LINES)], "marker": "." if len(steps) < 2 else None}
                 axis.plot(steps, [fmean(values) for values in runs], label=group.label, lw=1.6, **style)
                 if any(len(values) > 1 for values in runs):
@@ -98,11 +95,9 @@ def draw(comparison: Comparison, path: Path) -> None:
             axis.spines[["top", "right"]].set_visible(False)
         axes[0].set_ylim(0.0, 1.02)
         handles, labels = axes[0].get_legend_handles_labels()
-        canvas.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), frameon=False)
+        figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), frameon=False)
         if any(len(group.runs) > 1 for group in comparison.groups):
-            canvas.suptitle("mean over seeds, and their range", fontsize=10)
-        metadata = {"Date": None} if path.suffix == ".svg" else None
-        canvas.savefig(path, metadata=metadata, facecolor="white", dpi=150)
+            figure.suptitle("mean over seeds, and their range", fontsize=10)
 
 
 def _curves(group: Group, key: str) -> tuple[list[int], list[list[float]]]:

@@ -2,48 +2,31 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from predmask.bench.cases import BenchError
 from predmask.bench.ops import Clock, Ratio, Result
 from predmask.bench.variants import BOUND
+from predmask.plotting import COLOURS, canvas
 
-# Okabe and Ito's colours, told apart by all eyes.
-_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 _LONGEST = 6.0
 """Longer bars are cut off, and labelled with an arrow."""
-_FORMATS = (".svg", ".png")
-
-
-def check(path: Path) -> None:
-    """Raise BenchError for another format, ImportError where matplotlib is missing: before anything is measured."""
-    if path.suffix not in _FORMATS:
-        raise BenchError(f"{path}: the figure is written as {' or '.join(_FORMATS)}")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ModuleNotFoundError("no matplotlib", name="matplotlib")
 
 
 def draw(results: Sequence[Result], path: Path, clock: Clock = "wall") -> None:
     """Draw the results."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
     names = list(dict.fromkeys(row.name for result in results for row in result.rows if row.name != BOUND))
     labels = {row.name: row.label for result in results for row in result.rows}
     ratios = [result.ratio(row, clock) for result in results for row in result.rows]
     longest = min(_LONGEST, max(ratio.most for ratio in ratios))
     height = 0.8 / len(results)
-    # The same data draws the same file.
-    with matplotlib.rc_context({"svg.hashsalt": "predmask", "font.size": 9}):
-        figure = Figure(figsize=(10, 1.4 + len(names) * (0.18 + 0.19 * len(results))), layout="constrained")
+    with canvas(path, 10, 1.4 + len(names) * (0.18 + 0.19 * len(results))) as figure:
         measured = any(row.peak_bytes is not None for result in results for row in result.rows)
         times, *others = figure.subplots(1, 1 + measured, sharey=True, squeeze=False)[0]
         memory = others[0] if others else None
         for index, result in enumerate(results):
-            colour = _COLOURS[index % len(_COLOURS)]
+            colour = COLOURS[index % len(COLOURS)]
             for place, name in enumerate(names):
                 if (row := result.row(name)) is None:
                     continue
@@ -67,8 +50,6 @@ def draw(results: Sequence[Result], path: Path, clock: Clock = "wall") -> None:
         case = results[0].case
         figure.legend(loc="outside lower center", ncols=4, frameon=False)
         figure.suptitle(f"D = {case.hidden_size:,}, V = {case.vocabulary:,}, K = {case.top_k}", fontsize=10)
-        metadata = {"Date": None} if path.suffix == ".svg" else None
-        figure.savefig(path, metadata=metadata, facecolor="white", dpi=150)
 
 
 def _time_bar(axis: Any, at: float, height: float, ratio: Ratio, longest: float, colour: str) -> None:

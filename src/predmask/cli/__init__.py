@@ -10,12 +10,12 @@ import sys
 from collections.abc import Sequence
 
 # To add a verb, write its file and add its name here. Verbs import what is slow to import only when they run.
-VERBS = ("train", "eval", "list", "config", "bench")
+VERBS = ("train", "eval", "list", "config", "bench", "compare", "show", "replay", "report", "direction")
 
 _EXTRAS = {
-    "matplotlib": "figures",
+    "matplotlib": "instruments",
     "numpy": "train",
-    "pyarrow": "train",
+    "pyarrow": "instruments",
     "reasoning_gym": "reasoning-gym",
     "safetensors": "train",
     "tensorboard": "tensorboard",
@@ -99,12 +99,22 @@ def _user_mistakes() -> tuple[type[Exception], ...]:
     """The errors whose text is meant for the user; anything else is a fault of this program."""
     from predmask.analysis import AnalysisError
     from predmask.bench import BenchError
+    from predmask.plotting import FigureError
     from predmask.rollout import RolloutError
     from predmask.tasks.verifier import VerifierError
     from predmask.traces import TraceError
     from predmask.train.config import ConfigError
 
-    return AnalysisError, BenchError, ConfigError, RolloutError, TraceError, VerifierError, FileNotFoundError
+    return (
+        AnalysisError,
+        BenchError,
+        ConfigError,
+        FigureError,
+        FileNotFoundError,
+        RolloutError,
+        TraceError,
+        VerifierError,
+    )
 
 
 def _fail(message: str) -> int:

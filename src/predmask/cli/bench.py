@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-from pathlib import Path
 from typing import Any
+
+from predmask.cli.outputs import add_output_arguments, check_outputs, say_written
 
 _WAYS = """\
 ops measures one policy-gradient loss, from hidden states [N, D] and a head's weight [V, D] to both gradients. A round
@@ -88,8 +89,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     ops.add_argument("--only", nargs="+", metavar="NAME", help="only these variants, and the bound")
     ops.add_argument("--cpu-time", action="store_true", help="CPU time instead of wall time, on a busy machine")
     ops.add_argument("--no-memory", action="store_true", help="do not measure peak memory")
-    ops.add_argument("--figure", type=Path, metavar="PATH", help="draw it: .svg or .png (needs matplotlib)")
-    ops.add_argument("--json", type=Path, metavar="PATH", help="write every number")
+    add_output_arguments(ops)
     return parser
 
 
@@ -99,11 +99,7 @@ def run(args: argparse.Namespace) -> int:
 
     from predmask.bench import BenchError, Case, figure, heading, measure, table, write_json
 
-    for path in filter(None, (args.figure, args.json)):
-        if not path.absolute().parent.is_dir():
-            raise BenchError(f"{path}: there is no directory {path.parent}")
-    if args.figure:
-        figure.check(args.figure)
+    check_outputs(args)
     device = args.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -139,8 +135,7 @@ def run(args: argparse.Namespace) -> int:
             write_json(args.json, results)
     if args.figure:
         figure.draw(results, args.figure, clock)
-    for path in filter(None, (args.figure, args.json)):
-        print(f"wrote {path}", file=sys.stderr)
+    say_written(args)
     return 0
 
 

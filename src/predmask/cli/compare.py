@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import sys
-from pathlib import Path
 from typing import Any
+
+from predmask.cli.outputs import add_output_arguments, check_outputs, say_written
 
 _WAYS = """\
 Runs whose configurations differ in nothing but the seed are one group: its figures are means over
@@ -37,30 +37,23 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--last", type=_positive, default=10, metavar="N", help="steps that figures are means of (default: 10)"
     )
-    parser.add_argument("--figure", type=Path, metavar="PATH", help="draw it: .svg or .png (needs matplotlib)")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write every number")
+    add_output_arguments(parser)
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
     """Compare, and print the tables."""
-    from predmask.analysis import AnalysisError
     from predmask.analysis.compare import compare
     from predmask.analysis.compare_views import draw, text, to_json
 
-    for path in filter(None, (args.figure, args.json)):
-        if not path.absolute().parent.is_dir():
-            raise AnalysisError(f"{path}: there is no directory {path.parent}")
-    if args.figure and args.figure.suffix not in (".svg", ".png"):
-        raise AnalysisError(f"{args.figure}: the figure is written as .svg or .png")
+    check_outputs(args)
     found = compare(args.run_dirs, last=args.last)
     print(text(found, max(60, shutil.get_terminal_size((100, 24)).columns)))
     if args.json:
         args.json.write_text(json.dumps(to_json(found), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     if args.figure:
         draw(found, args.figure)
-    for path in filter(None, (args.figure, args.json)):
-        print(f"wrote {path}", file=sys.stderr)
+    say_written(args)
     return 0
 
 

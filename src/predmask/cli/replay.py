@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from predmask.cli.outputs import add_output_arguments, check_outputs, say_written
 
 if TYPE_CHECKING:
     from predmask.analysis.replay import Replay
-    from predmask.analysis.sweep import Estimators
+    from predmask.analysis.replay.sweep import Estimators
     from predmask.core import Rule
     from predmask.traces import TraceInfo
 
@@ -65,8 +65,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--sweep", type=float, nargs="+", metavar="DELTA", help="thresholds to look at (default: a range)"
     )
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write every number")
-    parser.add_argument("--figure", type=Path, metavar="PATH", help="draw it: .svg or .png (needs matplotlib)")
+    add_output_arguments(parser)
     # Which fields a rule has depends on the rule: they are not argparse's.
     parser.set_defaults(rest=())
     return parser
@@ -76,15 +75,11 @@ def run(args: argparse.Namespace) -> int:
     """Replay, and print the tables."""
     from tqdm import tqdm
 
-    from predmask.analysis import AnalysisError, replay_figure
     from predmask.analysis.replay import replay
+    from predmask.analysis.replay.figure import draw
     from predmask.analysis.runs import read_run
 
-    for path in filter(None, (args.figure, args.json)):
-        if not path.absolute().parent.is_dir():
-            raise AnalysisError(f"{path}: there is no directory {path.parent}")
-    if args.figure:
-        replay_figure.check(args.figure)
+    check_outputs(args)
     recorded = read_run(args.run_dir)
     trace = recorded.need_trace()
     rules = _rules(args.rest, trace.info)
@@ -94,9 +89,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         args.json.write_text(json.dumps(found.to_json(), indent=1) + "\n", encoding="utf-8")
     if args.figure:
-        replay_figure.draw(found, args.figure)
-    for path in filter(None, (args.figure, args.json)):
-        print(f"wrote {path}", file=sys.stderr)
+        draw(found, args.figure)
+    say_written(args)
     return 1 if found.reproduction and not found.reproduction.exact else 0
 
 

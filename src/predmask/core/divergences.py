@@ -66,7 +66,8 @@ def categories(behaviour: BehaviourSupport, policy: PolicySupport) -> tuple[Tens
 
 
 def _log_mean(log_mu: Tensor, log_pi: Tensor) -> Tensor:
-    return torch.logaddexp(log_mu, log_pi) - math.log(2.0)
+    # As torch.logaddexp, whose last bit depends on where in a batch a token stands.
+    return torch.maximum(log_mu, log_pi) + torch.log1p(torch.exp(-(log_mu - log_pi).abs())) - math.log(2.0)
 
 
 DIVERGENCES: dict[str, Divergence] = {

@@ -85,7 +85,7 @@ class Trace:
         left_out = {together for name in without for together in OPTIONAL[name]}
         for step in self.steps if steps is None else steps:
             file = self._file(step)
-            with _readable(file), pq.ParquetFile(file, memory_map=True) as source:
+            with _readable(file), pq.ParquetFile(file, memory_map=True, page_checksum_verification=True) as source:
                 schema = source.schema_arrow
                 wanted = [name for name in token_schema(self.info).names if name in schema.names]
                 wanted = [name for name in wanted if name not in left_out and name != "run"]

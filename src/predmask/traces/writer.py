@@ -7,6 +7,7 @@ Every step is two files, written beside their place and renamed when they are wh
 from __future__ import annotations
 
 import contextlib
+import operator
 import queue
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -85,7 +86,7 @@ class TraceWriter:
 
     def commit(self, step: int) -> None:
         """The step is complete: what was added since the last one becomes readable."""
-        self._put(int(step))
+        self._put(operator.index(step))
 
     def write_vocabulary(self, texts: Mapping[int, str]) -> None:
         """What token ids look like (`token_texts`)."""
@@ -152,7 +153,7 @@ class TraceWriter:
         if self._file is None:
             floats = [field.name for field in table.schema if pa.types.is_floating(item_type(field.type))]
             # Random bits do not compress; exponents do, once they stand together.
-            encodings: Any = {"use_dictionary": ["run"], "use_byte_stream_split": floats}
+            encodings: Any = {"use_dictionary": ["run"], "use_byte_stream_split": floats, "write_page_checksum": True}
             path = self._partial(f"tokens-{self._step:06d}.parquet")
             self._file = pq.ParquetWriter(path, table.schema, compression="zstd", compression_level=1, **encodings)
         self._file.write_table(table, row_group_size=rows_at_once(table.schema))

@@ -19,6 +19,9 @@ from predmask.train.batches import Batch
 from predmask.train.config import Config, ConfigError, TraceConfig
 from predmask.train.forward import Forward
 
+LARGEST_FULL = 4096
+"""Largest vocabulary of which whole distributions are recorded: 48 kB a token."""
+
 
 class Recorder(Protocol):
     """Takes what is recorded, as `predmask.traces.TraceWriter` does."""

@@ -30,7 +30,7 @@ from predmask.train.evaluate import Accuracy, decode, encode, evaluate, generato
 from predmask.train.forward import Forward, choose_forward
 from predmask.train.heads import HeadError
 from predmask.train.models import load_policy, resolve_device
-from predmask.train.tracing import MinibatchTrace, Recorder, StepTrace
+from predmask.train.tracing import LARGEST_FULL, MinibatchTrace, Recorder, StepTrace
 
 
 class TrainingError(RuntimeError):
@@ -277,6 +277,11 @@ class Trainer:
             raise ConfigError(
                 f"rollout.top_k is {rollout.top_k}, but model {name!r} has a vocabulary of {settings.vocab_size}; "
                 "choose at most that"
+            )
+        if self.config.traces.full and settings.vocab_size > LARGEST_FULL:
+            raise ConfigError(
+                f"traces.full records whole distributions, but model {name!r} has a vocabulary of "
+                f"{settings.vocab_size}, more than {LARGEST_FULL}; leave it out (traces.after works with any)"
             )
         prompts = encode(self.tokenizer, (*self._problems, *self.heldout))
         context = getattr(settings, "max_position_embeddings", math.inf)

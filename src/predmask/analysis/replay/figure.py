@@ -2,54 +2,36 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from predmask.analysis import AnalysisError
 from predmask.analysis.replay import Replay
-from predmask.analysis.sweep import Estimators
+from predmask.analysis.replay.sweep import Estimators
+from predmask.plotting import COLOURS, canvas
 
-# Okabe and Ito's colours, told apart by all eyes; lines differ in style and marker, too.
+# Lines differ in style and marker, too.
 _LOOKS = tuple(
     zip(
-        ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"),
+        COLOURS,
         ("-", "--", "-.", ":", "-", "--"),
         ("o", "^", "s", "D", "v", "x"),
         strict=True,
     )
 )
-_FORMATS = (".svg", ".png")
-
-
-def check(path: Path) -> None:
-    """Raise AnalysisError for another format, ImportError where matplotlib is missing: before anything is replayed."""
-    if path.suffix not in _FORMATS:
-        raise AnalysisError(f"{path}: the figure is written as {' or '.join(_FORMATS)}")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ModuleNotFoundError("no matplotlib", name="matplotlib")
 
 
 def draw(found: Replay, path: Path) -> None:
     """Draw the panels that there is something for."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
     panels: list[tuple[Callable[[Any, Any], None], Any]] = [(_agreement, found)]
     if found.sweep:
         panels.append((_sweep, found))
     if found.estimators and found.estimators.rows:
         panels.append((_estimators, found.estimators))
-    # The same data draws the same file.
-    with matplotlib.rc_context({"svg.hashsalt": "predmask", "font.size": 9}):
-        height = 3.4 + 0.16 * len(found.rules)
-        figure = Figure(figsize=(2.2 + 4.4 * len(panels), height), layout="constrained")
+    with canvas(path, 2.2 + 4.4 * len(panels), 3.4 + 0.16 * len(found.rules)) as figure:
         for (panel, of), axis in zip(panels, figure.subplots(1, len(panels), squeeze=False)[0], strict=True):
             panel(axis, of)
-        metadata = {"Date": None} if path.suffix == ".svg" else None
-        figure.savefig(path, metadata=metadata, facecolor="white", dpi=150)
 
 
 def _agreement(axis: Any, found: Replay) -> None:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from predmask.analysis import AnalysisError
-from predmask.analysis.crosstab import Counts, Crosstab
-from predmask.analysis.sweep import Curve, Estimators, EstimatorStudy, Sweep
+from predmask.analysis.replay.crosstab import Counts, Crosstab
+from predmask.analysis.replay.sweep import Curve, Estimators, EstimatorStudy, Sweep
 from predmask.core import RULES, MaskDecision, Predictive, Rule
 from predmask.traces import TokenTrace, Trace, TraceError, TraceInfo, rule_settings
 
@@ -80,7 +80,7 @@ class Replay:
     overall: Crosstab
     """All tokens; rules are in the order of `rules`."""
     splits: dict[str, dict[str, Crosstab]]
-    """The same by split and bucket (`predmask.analysis.crosstab.SPLITS`)."""
+    """The same by split and bucket (`predmask.analysis.replay.crosstab.SPLITS`)."""
     deltas: list[float]
     """Thresholds of the sweep, ascending."""
     sweep: list[Curve]

@@ -1,0 +1,221 @@
+"""`predmask direction`: was each direction criterion right about the tokens outside the trust region?"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from predmask.analysis.direction import Counts, Row
+
+_USAGE = """\
+%(prog)s RUN_DIR [--delta DELTA]
+       %(prog)s --seeds N [--delta DELTA] [--workers N] [--output DIR] [--OPTION VALUE ...]"""
+_HELP = """\
+A token outside the trust region is kept by a criterion unless the criterion predicts, by the sign of
+A·rate, that the token's own update leads further out. Its divergence is measured again after the
+real optimiser step:
+
+  unsafe-keep   share of the tokens kept whose divergence rose
+  shrink-kept   share of the tokens kept whose divergence fell
+  right         share of the tokens whose divergence moved as predicted
+
+for each criterion: the ratio (r - 1), the top-K divergence's rate under the aggregated, the uniform
+and the exact tail, and the full-vocabulary rate. What carries a claim is the paired difference to
+the ratio on the same tokens; intervals are 95 % percentiles of a bootstrap over clusters: optimiser
+steps in one run, seeds in the study. docs/direction.md has the protocol and the results.
+
+A run must have been recorded with the policy after each optimiser step; its delta is that of the
+recorded rule, unless given. Best is a run without a mask, where every token's own gradient is in
+the step:
+  predmask train arithmetic-stress --rule none --steps 3 --traces --traces.after --traces.full
+
+With --seeds, the study trains the embedded model that often, a few steps each, and writes
+direction.json and direction.svg; interrupted, it goes on where it was when started again with the
+same --output. Any option of `predmask train` changes what is trained.
+
+examples:
+  predmask direction runs/...
+  predmask direction runs/... --delta 0.02
+  predmask direction --seeds 61
+  predmask direction --seeds 10 --rule predictive --output runs/direction-predictive
+"""
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """The parser of this verb."""
+    parser = subparsers.add_parser(
+        "direction",
+        help="was a criterion right about the tokens outside the trust region?",
+        description="Compare what direction criteria predict with what an optimiser step does.",
+        usage=_USAGE,
+        epilog=_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--delta", type=_delta, help="threshold of the top-K KL, in nats")
+    parser.add_argument("--seeds", type=_positive, metavar="N", help="run the study with seeds 0 to N - 1")
+    parser.add_argument("--workers", type=_positive, metavar="N", help="of the study: runs at once (default: cores)")
+    parser.add_argument(
+        "--output", type=Path, metavar="DIR", help="of the study: where it writes (default: runs/direction)"
+    )
+    # RUN_DIR is taken from the rest too: argparse would take an option's value for it.
+    parser.set_defaults(rest=(), parser=parser)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Study one run, or many seeds."""
+    if args.seeds is not None:
+        return _study(args)
+    if len(args.rest) != 1 or args.rest[0].startswith("-"):
+        args.parser.error("say what to look at: RUN_DIR, or --seeds N for the study (see --help)")
+    if args.workers or args.output:
+        args.parser.error("--workers and --output belong to the study: give --seeds too")
+    return _one(Path(args.rest[0]), args.delta)
+
+
+def _one(path: Path, delta: float | None) -> int:
+    from tqdm import tqdm
+
+    from predmask.analysis.direction import summarise
+    from predmask.analysis.direction_run import measure
+    from predmask.analysis.runs import read_run
+
+    recorded = read_run(path)
+    trace = recorded.need_trace()
+    with tqdm(total=trace.size, unit="token", unit_scale=True, leave=False, disable=None) as bar:
+        found = measure(trace, delta, progress=bar.update)
+    rule = trace.info.rule["name"]
+    print(f"run       {recorded.name}, rule {rule}")
+    if rule != "none":
+        print("note      what the rule dropped had no gradient of its own in the step; --rule none drops nothing")
+    rows = summarise(found.counts)
+    print("\n".join(_lines(found.counts, found.steps, rows, found.delta, found.trainable, "optimiser steps")))
+    return 0
+
+
+def _study(args: argparse.Namespace) -> int:
+    from predmask.analysis import direction_view
+    from predmask.analysis.direction import DELTA, summarise
+    from predmask.analysis.study import FILE, pooled, run_study
+    from predmask.train import TrainingError
+    from predmask.train.options import overrides
+
+    direction_view.check()
+    layer = overrides(args.rest)
+    output = args.output or Path("runs/direction")
+    delta = args.delta or DELTA
+    # Ended by a scheduler or by Ctrl-C, the study keeps the seeds that are done.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    workers = args.workers or _cores()
+    try:
+        with Progress() as progress:
+            study = run_study(layer, args.seeds, output, delta=delta, workers=workers, progress=progress)
+    except TrainingError as error:
+        print(f"predmask: error: {error}", file=sys.stderr)
+        return 1
+    summaries = {}
+    for variant, seeds in study["seeds"].items():
+        counts, steps = pooled(study, variant)
+        summaries[variant] = summarise(counts)
+        print(f"study     {variant}, {_rule_of(study, variant)}")
+        trainable = sum(seed["trainable"] for seed in seeds.values())
+        print("\n".join(_lines(counts, steps, summaries[variant], delta, trainable, "seeds")) + "\n")
+    direction_view.draw(summaries, output / "direction.svg", delta=delta)
+    for name in (FILE, "direction.svg"):
+        print(f"wrote {output / name}", file=sys.stderr)
+    return 0
+
+
+def _lines(
+    counts: Counts, steps: Counts, rows: Sequence[Row], delta: float, trainable: int, cluster: str
+) -> Iterator[str]:
+    """The tables of a run, or of a variant of the study."""
+    from predmask.analysis.direction import OUTSIDE
+    from predmask.analysis.direction_view import (
+        DIVERGENCES,
+        aligned,
+        disagreement_table,
+        outside_table,
+        steps_table,
+    )
+
+    clusters = len(next(iter(counts.values())))
+    tokens = rows[0].tokens
+    yield f"outside   {tokens:,} of {trainable:,} trainable tokens have top-K KL above {delta:g}"
+    yield f"clusters  {clusters:,} {cluster}"
+    if not tokens:
+        return
+    for divergence, label in DIVERGENCES.items():
+        of = [row for row in rows if row.divergence == divergence]
+        if not of:
+            continue
+        yield f"\nThe {label} rose for {of[0].rose:.1%} of all tokens outside:"
+        yield aligned(outside_table(rows, divergence))
+        disagreement = [row.rose for row in of if row.of != OUTSIDE and row.rose is not None]
+        if disagreement:
+            least, most = min(disagreement), max(disagreement)
+            yield f"\nWhere a criterion disagrees with the ratio, it rose for {least:.1%} to {most:.1%}:"
+            yield aligned(disagreement_table(rows, divergence))
+        else:
+            yield "\nNo criterion disagrees with the ratio on any of them."
+    for divergence, label in DIVERGENCES.items():
+        if steps:
+            number = int(next(iter(steps.values()))[:, 0].sum())
+            yield f"\nA single token's logit step: sign of the change of its {label} right, % of {number:,} tokens"
+            yield aligned(steps_table(steps, divergence))
+
+
+class Progress:
+    """How many runs of the study are done: a bar on a terminal, else a line each."""
+
+    def __enter__(self) -> Progress:
+        self._bar: Any = None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def __call__(self, done: int, total: int) -> None:
+        """Show it."""
+        from tqdm import tqdm
+
+        if not sys.stderr.isatty():
+            print(f"{done} of {total} runs done", file=sys.stderr, flush=True)
+            return
+        if self._bar is None:
+            self._bar = tqdm(total=total, initial=done, unit="run", leave=False, dynamic_ncols=True)
+        self._bar.update(done - self._bar.n)
+
+
+def _rule_of(study: Mapping[str, Any], variant: str) -> str:
+    config = study["protocol"]["variants"][variant]
+    settings = ", ".join(f"{name} {value}" for name, value in config["rule"].items() if name != "name")
+    return f"rule {config['rule']['name']}{f' ({settings})' if settings else ''}, steps {config['steps']}"
+
+
+def _cores() -> int:
+    import os
+
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return int(text)
+
+
+def _delta(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number above 0")
+    return value

@@ -1,0 +1,398 @@
+"""The direction study: what criteria predicted for tokens outside, and what happened to them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helpers_traces import make_tokens, make_trace
+from predmask.analysis import AnalysisError
+from predmask.analysis.bootstrap import interval, resampled_sums
+from predmask.analysis.direction import (
+    CRITERIA,
+    Outside,
+    outside_region,
+    summarise,
+    tally,
+)
+from predmask.analysis.direction import DELTA as DIRECTION_DELTA
+from predmask.analysis.direction_run import measure
+from predmask.analysis.direction_view import aligned, disagreement_table, draw, outside_table
+from predmask.analysis.logit_steps import EPSILONS, STEP_DELTA, single_steps
+from predmask.analysis.study import FILE, load, pooled, run_seed, run_study, variants
+from predmask.cli import main
+from predmask.core import RULES, NoMask, Predictive
+from predmask.traces import TokenTrace, Trace
+from predmask.train import PRESETS
+from predmask.train.options import overrides, resolve
+
+DELTA = 0.05
+
+
+def _kl(mu: np.ndarray, pi: np.ndarray) -> float:
+    return float(sum(m * math.log(m / p) for m, p in zip(mu, pi, strict=True)))
+
+
+def _views(tokens: TokenTrace, row: int) -> tuple[list[int], int, np.ndarray, np.ndarray, np.ndarray]:
+    """Support ids, sampled token, and mu, pi and pi after as probabilities, from the whole distributions."""
+    full = tokens.full
+    assert full is not None
+    assert full.after is not None
+    mu, pi, after = (np.exp(rows[row].double().numpy()) for rows in (full.behaviour, full.policy, full.after))
+    k = int(tokens.id[row])
+    support = [k, *(i for i in np.argsort(-mu)[: tokens.behaviour.top_k].tolist() if i != k)]
+    return support, k, mu, pi, after
+
+
+def _coarse(p: np.ndarray, support: list[int]) -> np.ndarray:
+    return np.append(p[support], 1 - p[support].sum())
+
+
+def _expected_rates(tokens: TokenTrace, row: int) -> dict[str, float]:
+    """The closed forms of the method page, in plain numbers."""
+    support, k, mu, pi, _ = _views(tokens, row)
+    base = pi[k] - mu[k] + sum(pi[i] * (mu[i] - pi[i]) for i in support)
+    tail = [i for i in range(len(mu)) if i not in support]
+    mu_tail, pi_tail = mu[tail].sum(), pi[tail].sum()
+    squares = {"aggregated": pi_tail**2, "uniform": pi_tail**2 / len(tail), "exact": (pi[tail] ** 2).sum()}
+    rates = {name: base + (square / pi_tail) * (mu_tail - pi_tail) for name, square in squares.items()}
+    return {"ratio": pi[k] / mu[k] - 1, **rates, "full": pi[k] - mu[k] + (pi * (mu - pi)).sum()}
+
+
+def test_counts_are_those_of_a_plain_loop() -> None:
+    tokens = make_tokens(NoMask(), tokens=400, noise=1.0, after=True, full=True)
+    found = tally(outside_region(tokens, DELTA))
+    expected = {key: np.zeros_like(found[key]) for key in found}
+    clusters = sorted(
+        {
+            int(tokens.optimizer_step[row])
+            for row in range(len(tokens))
+            if _kl(*(_coarse(p, _views(tokens, row)[0]) for p in _views(tokens, row)[2:4])) > DELTA
+        }
+    )
+    for row in range(len(tokens)):
+        support, _, mu, pi, after = _views(tokens, row)
+        before = {"topk": _kl(_coarse(mu, support), _coarse(pi, support)), "full": _kl(mu, pi)}
+        then = {"topk": _kl(_coarse(mu, support), _coarse(after, support)), "full": _kl(mu, after)}
+        if before["topk"] <= DELTA:
+            continue
+        signs = {
+            name: np.sign(float(tokens.advantage[row]) * rate) for name, rate in _expected_rates(tokens, row).items()
+        }
+        cluster = clusters.index(int(tokens.optimizer_step[row]))
+        for key in found:
+            divergence, of, criterion = key.split("/")
+            change = then[divergence] - before[divergence]
+            kept = {name: not sign > 0 for name, sign in signs.items()}
+            if of != "outside" and kept[of] == kept["ratio"]:
+                continue
+            expected[key][cluster] += (
+                1,
+                change > 0,
+                kept[criterion],
+                kept[criterion] and change > 0,
+                kept[criterion] and change < 0,
+                signs[criterion] == np.sign(change),
+            )
+    assert len(found) == 2 * (5 + 4 * 2)
+    for key in found:
+        assert (found[key] == expected[key]).all(), key
+    assert found["topk/outside/ratio"][:, 0].sum() > 100
+    assert found["topk/aggregated/ratio"][:, 0].sum() > 3
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_exactly_one_keeps_where_two_disagree(seed: int) -> None:
+    counts = tally(outside_region(make_tokens(NoMask(), tokens=300, noise=1.5, seed=seed, after=True, full=True), 0.02))
+    for divergence in ("topk", "full"):
+        for name in CRITERIA[1:]:
+            one, other = counts[f"{divergence}/{name}/{name}"], counts[f"{divergence}/{name}/ratio"]
+            assert (one[:, 0] == one[:, 2] + other[:, 2]).all()  # tokens = kept by one + kept by the other
+            assert (one[:, 1] == one[:, 3] + other[:, 3]).all()  # so do the tokens that rose
+            assert (one[:, 0] == one[:, 5] + other[:, 5]).all()  # no change is exactly 0 here: one sign is right
+
+
+def test_zero_rates_keep_and_zero_changes_neither_rise_nor_fall() -> None:
+    sign = torch.tensor([0, 0, 1, -1], dtype=torch.int8)
+    counts = tally(Outside(torch.zeros(4, dtype=torch.int64), {"ratio": sign}, {"topk": torch.tensor([0.0, 1, 0, -1])}))
+    assert counts["topk/outside/ratio"].tolist() == [[4, 1, 3, 1, 1, 2]]
+
+
+def test_tokens_that_were_not_trained_on_or_are_unknown_after_are_left_out() -> None:
+    tokens = make_tokens(NoMask(), tokens=60, noise=1.5, after=True)
+    everything = len(outside_region(tokens, 1e-9))
+    assert tokens.after is not None
+    lost = tokens.after.logp.clone()
+    lost[7] = math.nan
+    unknown = dataclasses.replace(tokens, after=dataclasses.replace(tokens.after, logp=lost))
+    assert len(outside_region(unknown, 1e-9)) == everything - 1
+    without = make_tokens(NoMask(), tokens=60, noise=1.5, after=True, advantage=torch.zeros(60))
+    decided = dataclasses.replace(without, decision=NoMask()(without.behaviour, without.policy, without.advantage))
+    assert len(outside_region(decided, 1e-9)) == 0
+
+
+def test_criteria_without_their_numbers_are_absent() -> None:
+    tokens = make_tokens(NoMask(), tokens=60, after=True)
+    assert set(outside_region(tokens, DELTA).outward) == {"ratio", "aggregated", "uniform", "exact"}
+    policy = dataclasses.replace(tokens.policy, tail_sum_squares=None)
+    bare = outside_region(dataclasses.replace(tokens, policy=policy), DELTA)
+    assert set(bare.outward) == {"ratio", "aggregated", "uniform"}
+    assert set(bare.change) == {"topk"}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_trace_of_any_rule_is_measured(name: str, tmp_path: Path) -> None:
+    trace = make_trace(tmp_path, RULES[name](), steps=2, tokens=120, noise=1.0, after=True, full=True)
+    found = measure(trace, DELTA)
+    together = TokenTrace.cat([*trace.tokens()])
+    expected = tally(outside_region(together, DELTA))
+    assert found.counts.keys() == expected.keys()
+    for key in expected:
+        assert (found.counts[key] == expected[key]).all()
+    assert found.trainable == int(together.decision.trainable.sum())
+    rows = summarise(found.counts, samples=50)
+    assert {row.criterion for row in rows} == set(CRITERIA)
+
+
+def test_delta_is_the_recorded_one_where_that_bounds_a_kl(tmp_path: Path) -> None:
+    settings = {"noise": 1.0, "after": True}
+    assert measure(make_trace(tmp_path / "a", Predictive(delta=0.02), **settings)).delta == 0.02
+    assert measure(make_trace(tmp_path / "b", Predictive(divergence="tv", delta=0.2), **settings)).delta == 0.05
+    assert measure(make_trace(tmp_path / "c", NoMask(), **settings)).delta == 0.05
+
+
+def test_what_cannot_be_measured_says_why(tmp_path: Path) -> None:
+    with pytest.raises(AnalysisError, match=r"--traces\.after"):
+        measure(make_trace(tmp_path / "a"))
+    with pytest.raises(AnalysisError, match="top-K missing"):
+        measure(make_trace(tmp_path / "b", NoMask(), top_k=0, after=True))
+    with pytest.raises(AnalysisError, match=r"largest top-K KL of .* delta is 900.*--delta \d"):
+        measure(make_trace(tmp_path / "c", after=True), 900.0)
+
+
+def test_a_single_logit_step_is_predicted_exactly_in_the_limit() -> None:
+    tokens = make_tokens(NoMask(), tokens=2000, noise=1.0, full=True)
+    counts = single_steps(tokens)
+    number, right = counts["topk/1e-05/exact"][0]
+    assert number == right > 1500
+    number, right = counts["full/1e-05/full"][0]
+    assert number == right > 1500
+    assert 0.8 < counts["topk/1e-05/ratio"][0, 1] / number < 0.99
+    errors = [number - counts[f"topk/{epsilon:g}/exact"][0, 1] for epsilon in EPSILONS]
+    assert errors[0] > errors[2]
+
+
+def test_a_single_logit_step_is_that_of_the_formula() -> None:
+    tokens = make_tokens(NoMask(), tokens=60, noise=1.0, full=True, after=True)
+    counts = single_steps(tokens)
+    for epsilon in (0.1, 1e-3):
+        expected = dict.fromkeys(("topk/ratio", "topk/uniform", "full/full"), 0)
+        number = 0
+        for row in range(len(tokens)):
+            support, k, mu, pi, _ = _views(tokens, row)
+            before = _kl(_coarse(mu, support), _coarse(pi, support))
+            if before <= STEP_DELTA:
+                continue
+            number += 1
+            sign = np.sign(float(tokens.advantage[row]))
+            moved = pi * np.exp(epsilon * sign * ((np.arange(len(pi)) == k) - pi))
+            moved /= moved.sum()
+            change = {
+                "topk": _kl(_coarse(mu, support), _coarse(moved, support))
+                - _kl(_coarse(mu, support), _coarse(pi, support)),
+                "full": _kl(mu, moved) - _kl(mu, pi),
+            }
+            rates = _expected_rates(tokens, row)
+            for key in expected:
+                divergence, criterion = key.split("/")
+                expected[key] += np.sign(sign * rates[criterion]) == np.sign(change[divergence])
+        for key, right in expected.items():
+            divergence, criterion = key.split("/")
+            assert counts[f"{divergence}/{epsilon:g}/{criterion}"].tolist() == [[number, right]]
+
+
+def test_shares_and_differences_by_hand() -> None:
+    #                                tokens rose kept rose fell right
+    counts = {
+        "topk/outside/ratio": np.array([[10, 4, 5, 2, 3, 6], [10, 6, 5, 4, 1, 4]]),
+        "topk/outside/exact": np.array([[10, 4, 4, 1, 3, 8], [10, 6, 6, 3, 2, 5]]),
+        "topk/exact/ratio": np.zeros((2, 6), dtype=np.int64),
+        "topk/exact/exact": np.zeros((2, 6), dtype=np.int64),
+    }
+    ratio, exact, *empty = summarise(counts)
+    assert (ratio.tokens, ratio.kept, ratio.rose) == (20, 10, 0.5)
+    assert [ratio.figures[name].value for name in ("unsafe_keep", "shrink_kept", "accuracy")] == [0.6, 0.4, 0.5]
+    assert [exact.figures[name].value for name in ("unsafe_keep", "shrink_kept", "accuracy")] == [0.4, 0.5, 0.65]
+    assert exact.to_ratio["unsafe_keep"].value == pytest.approx(-0.2)
+    # Two clusters: a resample has the one twice, both, or the other twice.
+    assert exact.figures["unsafe_keep"][1:] == (1 / 4, 3 / 6)
+    assert exact.to_ratio["unsafe_keep"][1:] == pytest.approx((3 / 6 - 4 / 5, 1 / 4 - 2 / 5))
+    assert ratio.to_ratio["accuracy"] == (0, 0, 0)
+    for row in empty:
+        assert row.rose is None
+        assert row.figures["unsafe_keep"] == row.to_ratio["accuracy"] == (None, None, None)
+
+
+def test_one_cluster_has_figures_and_no_interval() -> None:
+    (row,) = summarise({"topk/outside/ratio": np.array([[10, 4, 5, 2, 3, 6]])})
+    assert row.figures["unsafe_keep"] == (0.4, None, None)
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), min_size=2, max_size=12), st.integers(2, 50))
+def test_copies_of_tokens_within_a_cluster_teach_nothing(clusters: list[tuple[int, int]], copies: int) -> None:
+    counts = np.array([[0, 0, hit + missed, hit, missed, 0] for hit, missed in clusters])
+    once, many = (summarise({"topk/outside/ratio": n * counts}, samples=100)[0].figures for n in (1, copies))
+    assert once["unsafe_keep"] == pytest.approx(many["unsafe_keep"], nan_ok=True)
+
+
+def test_resampling_is_of_clusters_and_repeats_itself() -> None:
+    counts = np.array([[1, 0, 5], [0, 1, 5], [0, 0, 5]])
+    sums = resampled_sums(counts, samples=2000, seed=3)
+    assert (sums == resampled_sums(counts, samples=2000, seed=3)).all()
+    assert (sums != resampled_sums(counts, samples=2000, seed=4)).any()
+    assert (sums[:, 2] == 15).all()  # always three clusters
+    # How often a cluster is drawn is binomial (3, 1/3), and two of them have covariance -1/3.
+    assert np.bincount(sums[:, 0].astype(int)) / 2000 == pytest.approx([8 / 27, 12 / 27, 6 / 27, 1 / 27], abs=0.03)
+    assert np.cov(sums[:, 0], sums[:, 1])[0, 1] == pytest.approx(-1 / 3, abs=0.05)
+
+
+def test_an_interval_is_as_wide_as_its_clusters_allow() -> None:
+    generator = np.random.RandomState(1)
+    rates = generator.uniform(0.2, 0.8, size=100)
+    hits = (100 * rates).round().astype(int)
+    counts = np.stack([0 * hits, 0 * hits, 0 * hits + 100, hits, 100 - hits, 0 * hits], -1)
+    figure = summarise({"topk/outside/ratio": counts})[0].figures["unsafe_keep"]
+    assert figure.high is not None
+    assert figure.low is not None
+    expected = 2 * 1.96 * (hits / 100).std() / math.sqrt(100)  # not that of 10,000 tokens
+    assert figure.high - figure.low == pytest.approx(expected, rel=0.08)
+
+
+def test_an_interval_needs_its_tokens_in_more_than_a_cluster_or_two() -> None:
+    values = np.linspace(0, 1, 1001)
+    assert interval(np.append(values, [math.nan] * 20), 60) == pytest.approx((0.025, 0.975))
+    assert interval(np.append(values, [math.nan] * 60), 60) == (None, None)
+    assert interval(values, 1) == (None, None)
+
+
+FAST = ["--rollout.prompts", "4", "--rollout.group_size", "4", "--update.steps_per_rollout", "4", "--steps", "1"]
+"""Options that cut a seed of the study down to a second."""
+
+
+def test_the_study_is_of_the_preset_without_a_mask() -> None:
+    preset = resolve(PRESETS["arithmetic-stress"].values)
+    configs = variants({})
+    assert [config.optimizer.beta1 for config in configs.values()] == [0.9, 0]
+    for config in configs.values():
+        assert config.engine == preset.engine
+        assert config.rollout == preset.rollout
+        assert config.update == preset.update
+        assert config.loss == preset.loss
+        assert dataclasses.replace(config.optimizer, beta1=0.9) == preset.optimizer
+        assert config.rule == NoMask()
+        assert config.threads == 1
+    assert preset.rule.delta == DIRECTION_DELTA  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_the_study_takes_options() -> None:
+    (config,) = variants(overrides(["--rule", "predictive", "--optimizer.beta1", "0.5", "--steps", "2"])).values()
+    assert config.rule == Predictive(delta=0.05)  # the preset's delta
+    assert (config.optimizer.beta1, config.steps) == (0.5, 2)
+    for owned in ("seed", "output", "threads", "traces.every"):
+        with pytest.raises(AnalysisError, match=owned.partition(".")[0]):
+            variants(overrides([f"--{owned}", "3"]))
+    with pytest.raises(AnalysisError, match="top_k"):
+        variants(overrides(["--rollout.top_k", "0"]))
+
+
+@pytest.mark.slow
+def test_a_study_goes_on_where_it_was(tmp_path: Path) -> None:
+    layer = overrides([*FAST, "--optimizer.beta1", "0"])
+    calls: list[tuple[int, int]] = []
+    first = run_study(layer, 1, tmp_path, delta=1e-3, progress=lambda *done: calls.append(done))
+    second = run_study(layer, 2, tmp_path, delta=1e-3, progress=lambda *done: calls.append(done))
+    assert calls == [(0, 1), (1, 1), (1, 2), (2, 2)]
+    assert second["seeds"]["beta1 = 0"]["0"] == first["seeds"]["beta1 = 0"]["0"]
+    assert load(tmp_path / FILE) == second
+    # The same seed gives the same numbers, here and in a process of its own.
+    (config,) = variants(layer).values()
+    again = run_seed(dataclasses.replace(config, seed=1), 1e-3)
+    assert json.loads(json.dumps(again)) == second["seeds"]["beta1 = 0"]["1"]
+    assert again != second["seeds"]["beta1 = 0"]["0"]
+
+    counts, steps = pooled(second, "beta1 = 0")
+    rows = summarise(counts, samples=20)
+    assert rows[0].tokens > 10
+    assert counts["topk/outside/ratio"].shape == (2, 6)
+    number, right = steps["topk/1e-05/exact"].sum(0)
+    assert right >= 0.999 * number > 10
+    assert run_study(layer, 1, tmp_path, delta=1e-3) == first
+    with pytest.raises(AnalysisError, match="other options"):
+        run_study(layer, 1, tmp_path, delta=0.5)
+
+
+def test_a_file_that_is_no_study_is_refused(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text('{"protocol": {}}')
+    with pytest.raises(AnalysisError, match="cannot be read"):
+        load(tmp_path / FILE)
+
+
+@pytest.mark.slow
+def test_an_interrupted_study_is_silent_and_keeps_what_is_done(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "predmask", "direction", "--seeds", "50", "--workers", "1", *FAST]
+    command += ["--output", str(tmp_path)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stderr is not None
+        next(line for line in process.stderr if line.startswith("2 of 100"))
+        os.killpg(process.pid, signal.SIGINT)
+        rest = process.stderr.read()
+    assert process.returncode == 130
+    assert "Traceback" not in rest
+    assert sum(map(len, load(tmp_path / FILE)["seeds"].values())) >= 2
+
+
+def test_the_command_line_prints_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_trace(tmp_path / "run", tokens=600, noise=1.0, after=True, full=True)
+    assert main(["direction", str(tmp_path / "run"), "--delta", "0.02"]) == 0
+    printed = capsys.readouterr().out
+    found = measure(Trace(tmp_path / "run"), 0.02)
+    for table in (outside_table, disagreement_table):
+        assert aligned(table(summarise(found.counts), "full")) in printed
+    assert max(map(len, printed.splitlines())) <= 100
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["--delta", "1"], ["a", "b"], ["--rule", "none"], ["a", "--workers", "2"], ["a", "--delta", "0"]]
+)
+def test_the_command_line_refuses_what_makes_no_sense(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["direction", *arguments])
+    assert ended.value.code == 2
+
+
+def test_mistakes_are_told_without_a_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_trace(tmp_path / "run")
+    for arguments in ([str(tmp_path / "run")], [str(tmp_path / "no")], ["--seeds", "2", "--seed", "3"]):
+        assert main(["direction", *arguments]) == 2
+        assert "predmask: error: " in capsys.readouterr().err
+
+
+def test_the_figure_is_drawn(tmp_path: Path) -> None:
+    counts = tally(outside_region(make_tokens(NoMask(), tokens=600, noise=1.0, after=True, full=True), 0.02))
+    rows = summarise(counts, samples=50)
+    for path in (tmp_path / "a.svg", tmp_path / "b.svg"):
+        draw({"one": rows, "other": rows}, path, delta=0.02)
+    assert (tmp_path / "a.svg").read_text() == (tmp_path / "b.svg").read_text()
+    assert (tmp_path / "a.svg").read_text().startswith("<?xml")
