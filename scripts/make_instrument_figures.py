@@ -1,8 +1,10 @@
 """Train the runs that docs/instruments.md shows, and make its pictures (about ten minutes on two cores).
 
-    python scripts/make_instrument_figures.py [DIRECTORY]     runs go there (default: runs/instruments); finished ones are kept
+    python scripts/make_instrument_figures.py [DIRECTORY]
 
-Pictures lie in docs/figures/. The report's need Chromium (Debian: apt install chromium).
+Runs go to the directory (default: runs/instruments); finished ones are kept.
+
+Pictures lie in docs/figures/; those of reports need Chromium (Debian: apt install chromium).
 """
 
 from __future__ import annotations
@@ -42,32 +44,34 @@ def train(directory: Path, rule: str, seed: int) -> Path:
 
 
 def photograph(page: Path, name: str, *, top: int, bottom: int) -> None:
-    """A part of a page as a picture, in few colours."""
+    """A part of a page as a picture of up to 256 colours."""
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     if chromium is None:
         sys.exit("there is no Chromium: apt install chromium")
     with tempfile.TemporaryDirectory() as folder:
         shot = Path(folder) / "shot.png"
         command = [chromium, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}/profile"]
-        command += [f"--window-size={WIDTH},{bottom}", "--hide-scrollbars", f"--screenshot={shot}", page.as_uri()]
+        command += [f"--window-size={WIDTH},{bottom}", "--hide-scrollbars", f"--screenshot={shot}", page.resolve().as_uri()]
         subprocess.run(command, check=True, capture_output=True, timeout=120)
         with Image.open(shot) as picture:
-            part = picture.convert("RGB").crop((0, top, WIDTH, bottom)).quantize(64)
+            part = picture.convert("RGB").crop((0, top, WIDTH, bottom)).quantize(256)
             part.save(FIGURES / name, optimize=True)
     print(f"wrote docs/figures/{name}")
 
 
 def main() -> None:
     """Train what is missing, and draw everything."""
-    directory = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/instruments").resolve()
+    directory = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/instruments")
     with ThreadPoolExecutor(2) as pool:
         runs = list(pool.map(lambda each: train(directory, *each), [(rule, seed) for rule in RULES for seed in SEEDS]))
     masked, unmasked = (directory / f"{rule}-0" for rule in reversed(RULES))
     predmask("replay", str(masked), "--figure", str(FIGURES / "replay.svg"))
     predmask("compare", *map(str, runs), "--figure", str(FIGURES / "compare.svg"))
-    for run, name, top, bottom in ((masked, "report.png", 0, 3600), (unmasked, "report-unstable.png", 0, 1700)):
+    for run in (masked, unmasked):
         predmask("report", str(run))
-        photograph(run / "report.html", name, top=top, bottom=bottom)
+    photograph(masked / "report.html", "report.png", top=0, bottom=1500)
+    photograph(masked / "report.html", "report-tokens.png", top=3220, bottom=4760)
+    photograph(unmasked / "report.html", "report-unstable.png", top=0, bottom=1500)
 
 
 if __name__ == "__main__":
