@@ -21,7 +21,8 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
-from predmask.bench import VARIANTS, BenchError, Case, Result, figure, heading, measure, read_json, table, write_json
+from predmask.bench import VARIANTS, Case, Result, figure, heading, measure, read_json, table, write_json
+from predmask.plotting import check_path
 
 FOLDER = Path(__file__).parent
 DATA = FOLDER / "ops.json"
@@ -85,8 +86,8 @@ def main() -> None:
     if args.rounds < 1:
         parser.error("--rounds must be 1 or more")
     try:
-        figure.check(FIGURE)
-    except (BenchError, ModuleNotFoundError) as error:
+        check_path(FIGURE)
+    except ModuleNotFoundError as error:
         parser.error(f"{error}: pip install 'predmask[instruments]'")
     if not args.resume:
         DATA.unlink(missing_ok=True)

@@ -51,7 +51,8 @@ def photograph(page: Path, name: str, *, top: int, bottom: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         shot = Path(folder) / "shot.png"
         command = [chromium, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}/profile"]
-        command += [f"--window-size={WIDTH},{bottom}", "--hide-scrollbars", f"--screenshot={shot}", page.resolve().as_uri()]
+        command += [f"--window-size={WIDTH},{bottom}", "--hide-scrollbars", f"--screenshot={shot}"]
+        command.append(page.resolve().as_uri())
         subprocess.run(command, check=True, capture_output=True, timeout=120)
         with Image.open(shot) as picture:
             part = picture.convert("RGB").crop((0, top, WIDTH, bottom)).quantize(256)

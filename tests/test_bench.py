@@ -225,7 +225,7 @@ def test_the_command_prints_tables_and_writes_the_figure(tmp_path: Path, capsys:
         (["--only", "cutlass"], "unknown variant 'cutlass'; choose from gemm, predmask,"),
         (["--tokens", "41"], "tokens is 41; it must be a multiple of 4"),
         (["--tokens", "0"], "'0' is not a whole number of 1 or more"),
-        (["--limit", "soon"], "'soon' is not a number of seconds above 0"),
+        (["--limit", "soon"], "'soon' is not a finite number above 0"),
         (["--top-k", "300"], "top-k is 300; it must be from 1 to 299"),
         (["--figure", "ops.pdf"], "the figure is written as .svg or .png"),
         (["--json", "nowhere/ops.json"], "there is no directory nowhere"),

@@ -19,19 +19,19 @@ from hypothesis import strategies as st
 
 from helpers_traces import make_tokens, make_trace
 from predmask.analysis import AnalysisError
-from predmask.analysis.bootstrap import interval, resampled_sums
-from predmask.analysis.direction import (
+from predmask.analysis.direction.bootstrap import interval, resampled_sums
+from predmask.analysis.direction.logit_steps import EPSILONS, STEP_DELTA, single_steps
+from predmask.analysis.direction.outcomes import (
     CRITERIA,
     Outside,
     outside_region,
     summarise,
     tally,
 )
-from predmask.analysis.direction import DELTA as DIRECTION_DELTA
-from predmask.analysis.direction_run import measure
-from predmask.analysis.direction_view import aligned, disagreement_table, draw, outside_table
-from predmask.analysis.logit_steps import EPSILONS, STEP_DELTA, single_steps
-from predmask.analysis.study import FILE, load, pooled, run_seed, run_study, variants
+from predmask.analysis.direction.outcomes import DELTA as DIRECTION_DELTA
+from predmask.analysis.direction.run import measure
+from predmask.analysis.direction.study import FILE, load, pooled, run_seed, run_study, variants
+from predmask.analysis.direction.view import aligned, disagreement_table, draw, outside_table, steps_table
 from predmask.cli import main
 from predmask.core import RULES, NoMask, Predictive
 from predmask.traces import TokenTrace, Trace
@@ -396,3 +396,41 @@ def test_the_figure_is_drawn(tmp_path: Path) -> None:
         draw({"one": rows, "other": rows}, path, delta=0.02)
     assert (tmp_path / "a.svg").read_text() == (tmp_path / "b.svg").read_text()
     assert (tmp_path / "a.svg").read_text().startswith("<?xml")
+
+
+def test_the_page_shows_what_was_measured() -> None:
+    docs = Path(__file__).parent.parent / "docs"
+    page = (docs / "direction.md").read_text()
+    study = load(docs / "figures" / "direction.json")
+    for variant, seeds in study["seeds"].items():
+        assert len(seeds) == 61
+        counts, steps = pooled(study, variant)
+        rows = summarise(counts)
+        assert f"The top-K KL rose for {rows[0].rose:.1%} of all tokens outside" in page
+        for divergence in ("topk", "full"):
+            assert aligned(outside_table(rows, divergence)) in page
+            assert aligned(disagreement_table(rows, divergence)) in page
+            if variant == "beta1 = 0.9":
+                assert aligned(steps_table(steps, divergence)) in page
+    number, right = pooled(study, "beta1 = 0.9")[1]["topk/1e-05/exact"].sum(0)
+    assert (number, number - right) == (365_370, 1)
+    assert "all but one token of 365,370" in page
+
+
+@pytest.mark.parametrize("name", ["predictive", "fp8"])
+def test_the_page_shows_what_was_measured_of_the_variants(name: str) -> None:
+    docs = Path(__file__).parent.parent / "docs"
+    page = (docs / "direction.md").read_text()
+    study = load(docs / "figures" / f"direction-{name}.json")
+    for variant, seeds in study["seeds"].items():
+        assert len(seeds) == 12
+        for row in summarise(pooled(study, variant)[0]):
+            if row.criterion == "exact" and row.divergence == "topk":
+                value, _, _ = row.figures["unsafe_keep"]
+                difference, low, high = row.to_ratio["unsafe_keep"]
+                assert None not in (value, difference, low, high)
+                of = "all outside" if row.of == "outside" else "disagreement"
+                shown = f"{100 * (value - difference):.1f} | {100 * value:.1f} | {100 * difference:+.1f}"  # pyright: ignore
+                ends = f"[{100 * low:+.1f}, {100 * high:+.1f}]"  # pyright: ignore
+                beta = variant.removeprefix("beta1 = ")
+                assert f"| {name} | {beta} | {row.tokens:,} | {of} | {shown} {ends} |" in page

@@ -7,6 +7,7 @@ import shutil
 import sys
 from typing import Any
 
+from predmask.cli.numbers import above_zero, positive
 from predmask.cli.outputs import add_output_arguments, check_outputs, say_written
 
 _WAYS = """\
@@ -57,13 +58,13 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     ops.add_argument(
-        "--tokens", type=_positive, nargs="+", default=[256], metavar="N", help="tokens of the batch (default: 256)"
+        "--tokens", type=positive, nargs="+", default=[256], metavar="N", help="tokens of the batch (default: 256)"
     )
-    ops.add_argument("--hidden-size", type=_positive, default=1024, metavar="D", help="default: 1024")
-    ops.add_argument("--vocabulary", type=_positive, default=151_936, metavar="V", help="default: 151936 (Qwen3)")
+    ops.add_argument("--hidden-size", type=positive, default=1024, metavar="D", help="default: 1024")
+    ops.add_argument("--vocabulary", type=positive, default=151_936, metavar="V", help="default: 151936 (Qwen3)")
     ops.add_argument(
         "--top-k",
-        type=_positive,
+        type=positive,
         default=20,
         metavar="K",
         help="likeliest tokens that the engine recorded (default: 20)",
@@ -76,15 +77,15 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="of hidden states and weight (default: float32)",
     )
     ops.add_argument(
-        "--rounds", type=_positive, default=3, help="rounds that count, after one that does not (default: 3)"
+        "--rounds", type=positive, default=3, help="rounds that count, after one that does not (default: 3)"
     )
     ops.add_argument(
         "--limit",
-        type=_seconds,
+        type=above_zero,
         metavar="SECONDS",
         help="leave a variant out of further rounds once it has taken this long (the bound stays)",
     )
-    ops.add_argument("--threads", type=_positive, help="CPU threads (default: all cores)")
+    ops.add_argument("--threads", type=positive, help="CPU threads (default: all cores)")
     ops.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     ops.add_argument("--only", nargs="+", metavar="NAME", help="only these variants, and the bound")
     ops.add_argument("--cpu-time", action="store_true", help="CPU time instead of wall time, on a busy machine")
@@ -157,19 +158,3 @@ class Progress:
         """Leave an empty line to what follows."""
         if self._terminal:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
-    return value

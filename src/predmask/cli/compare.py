@@ -7,6 +7,7 @@ import json
 import shutil
 from typing import Any
 
+from predmask.cli.numbers import positive
 from predmask.cli.outputs import add_output_arguments, check_outputs, say_written
 
 _WAYS = """\
@@ -35,7 +36,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("run_dirs", nargs="+", metavar="RUN_DIR", help="directories of runs, such as runs/...")
     parser.add_argument(
-        "--last", type=_positive, default=10, metavar="N", help="steps that figures are means of (default: 10)"
+        "--last", type=positive, default=10, metavar="N", help="steps that figures are means of (default: 10)"
     )
     add_output_arguments(parser)
     return parser
@@ -55,9 +56,3 @@ def run(args: argparse.Namespace) -> int:
         draw(found, args.figure)
     say_written(args)
     return 0
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
-    return int(text)

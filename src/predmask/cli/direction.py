@@ -9,12 +9,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from predmask.cli.numbers import above_zero, positive
+
 if TYPE_CHECKING:
-    from predmask.analysis.direction import Counts, Row
+    from predmask.analysis.direction.outcomes import Counts, Row
 
 _USAGE = """\
 %(prog)s RUN_DIR [--delta DELTA]
-       %(prog)s --seeds N [--delta DELTA] [--workers N] [--output DIR] [--OPTION VALUE ...]"""
+       %(prog)s --seeds N [--delta DELTA] [--workers N] [--output DIR]
+                          [--OPTION VALUE ...]"""
 _HELP = """\
 A token outside the trust region is kept by a criterion unless the criterion predicts, by the sign of
 A·rate, that the token's own update leads further out. Its divergence is measured again after the
@@ -35,8 +38,9 @@ the step:
   predmask train arithmetic-stress --rule none --steps 3 --traces --traces.after --traces.full
 
 With --seeds, the study trains the embedded model that often, a few steps each, and writes
-direction.json and direction.svg; interrupted, it goes on where it was when started again with the
-same --output. Any option of `predmask train` changes what is trained.
+direction.json (the counts of every seed), direction.txt (the tables) and direction.svg; interrupted,
+it goes on where it was when started again with the same --output. Any option of `predmask train`
+changes what is trained.
 
 examples:
   predmask direction runs/...
@@ -56,9 +60,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         epilog=_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--delta", type=_delta, help="threshold of the top-K KL, in nats")
-    parser.add_argument("--seeds", type=_positive, metavar="N", help="run the study with seeds 0 to N - 1")
-    parser.add_argument("--workers", type=_positive, metavar="N", help="of the study: runs at once (default: cores)")
+    parser.add_argument("--delta", type=above_zero, help="threshold of the top-K KL, in nats")
+    parser.add_argument("--seeds", type=positive, metavar="N", help="run the study with seeds 0 to N - 1")
+    parser.add_argument("--workers", type=positive, metavar="N", help="of the study: runs at once (default: cores)")
     parser.add_argument(
         "--output", type=Path, metavar="DIR", help="of the study: where it writes (default: runs/direction)"
     )
@@ -81,8 +85,8 @@ def run(args: argparse.Namespace) -> int:
 def _one(path: Path, delta: float | None) -> int:
     from tqdm import tqdm
 
-    from predmask.analysis.direction import summarise
-    from predmask.analysis.direction_run import measure
+    from predmask.analysis.direction.outcomes import summarise
+    from predmask.analysis.direction.run import measure
     from predmask.analysis.runs import read_run
 
     recorded = read_run(path)
@@ -99,13 +103,14 @@ def _one(path: Path, delta: float | None) -> int:
 
 
 def _study(args: argparse.Namespace) -> int:
-    from predmask.analysis import direction_view
-    from predmask.analysis.direction import DELTA, summarise
-    from predmask.analysis.study import FILE, pooled, run_study
+    from predmask.analysis.direction.outcomes import DELTA, summarise
+    from predmask.analysis.direction.study import FILE, pooled, run_study
+    from predmask.analysis.direction.view import draw
+    from predmask.plotting import need_matplotlib
     from predmask.train import TrainingError
     from predmask.train.options import overrides
 
-    direction_view.check()
+    need_matplotlib()
     layer = overrides(args.rest)
     output = args.output or Path("runs/direction")
     delta = args.delta or DELTA
@@ -118,15 +123,17 @@ def _study(args: argparse.Namespace) -> int:
     except TrainingError as error:
         print(f"predmask: error: {error}", file=sys.stderr)
         return 1
-    summaries = {}
+    summaries, text = {}, list[str]()
     for variant, seeds in study["seeds"].items():
         counts, steps = pooled(study, variant)
         summaries[variant] = summarise(counts)
-        print(f"study     {variant}, {_rule_of(study, variant)}")
         trainable = sum(seed["trainable"] for seed in seeds.values())
-        print("\n".join(_lines(counts, steps, summaries[variant], delta, trainable, "seeds")) + "\n")
-    direction_view.draw(summaries, output / "direction.svg", delta=delta)
-    for name in (FILE, "direction.svg"):
+        text.append(f"study     {variant}, {_rule_of(study, variant)}")
+        text += [*_lines(counts, steps, summaries[variant], delta, trainable, "seeds"), ""]
+    print("\n".join(text))
+    (output / "direction.txt").write_text("\n".join(text), encoding="utf-8")
+    draw(summaries, output / "direction.svg", delta=delta)
+    for name in (FILE, "direction.txt", "direction.svg"):
         print(f"wrote {output / name}", file=sys.stderr)
     return 0
 
@@ -135,8 +142,8 @@ def _lines(
     counts: Counts, steps: Counts, rows: Sequence[Row], delta: float, trainable: int, cluster: str
 ) -> Iterator[str]:
     """The tables of a run, or of a variant of the study."""
-    from predmask.analysis.direction import OUTSIDE
-    from predmask.analysis.direction_view import (
+    from predmask.analysis.direction.outcomes import OUTSIDE
+    from predmask.analysis.direction.view import (
         DIVERGENCES,
         aligned,
         disagreement_table,
@@ -203,19 +210,3 @@ def _cores() -> int:
     import os
 
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
-    return int(text)
-
-
-def _delta(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number above 0")
-    return value

@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from predmask.cli.numbers import natural, positive
+
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """The parser of this verb."""
@@ -15,9 +17,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         description="Answer held-out problems with the checkpoint of a run, under the run's own configuration.",
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", help="the directory of a run, such as runs/...")
-    parser.add_argument("--prompts", type=_positive, help="held-out problems (default: all of the task's)")
-    parser.add_argument("--samples", type=_positive, default=8, help="sampled answers a problem (default: 8)")
-    parser.add_argument("--seed", type=_natural, default=0, help="seed of the sampling (default: 0)")
+    parser.add_argument("--prompts", type=positive, help="held-out problems (default: all of the task's)")
+    parser.add_argument("--samples", type=positive, default=8, help="sampled answers a problem (default: 8)")
+    parser.add_argument("--seed", type=natural, default=0, help="seed of the sampling (default: 0)")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
     return parser
 
@@ -52,15 +54,3 @@ def run(args: argparse.Namespace) -> int:
     for line in accuracy_lines(accuracy, temperature=config.rollout.temperature):
         print(line)
     return 0
-
-
-def _positive(text: str) -> int:
-    if (value := _natural(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
-    return value
-
-
-def _natural(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
-    return int(text)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from predmask.analysis.direction import KL, Counts, criterion_rates, full_support, outward, top_k_divergence
+from predmask.analysis.direction.outcomes import KL, Counts, criterion_rates, full_support, outward, top_k_divergence
 from predmask.core import BehaviourSupport, PolicySupport
 from predmask.traces import TokenTrace
 

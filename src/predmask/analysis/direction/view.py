@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from predmask.analysis.bootstrap import Estimate
-from predmask.analysis.direction import CRITERIA, OUTSIDE, Counts, Row
-from predmask.analysis.logit_steps import EPSILONS
+from predmask.analysis.direction.bootstrap import Estimate
+from predmask.analysis.direction.logit_steps import EPSILONS
+from predmask.analysis.direction.outcomes import CRITERIA, OUTSIDE, Counts, Row
+from predmask.plotting import BLUE, VERMILLION, canvas
 
 Cells = list[list[str]]
 """The rows of a table, its heading first."""
 
 DIVERGENCES = {"topk": "top-K KL", "full": "full-vocabulary KL"}
 _FIGURES = {"unsafe_keep": "unsafe-keep", "shrink_kept": "shrink-kept"}
-
-# Okabe and Ito's colours, told apart by all eyes; filled and open marks do it in print.
-_BLUE, _ORANGE = "#0072B2", "#D55E00"
 
 
 def outside_table(rows: Iterable[Row], divergence: str) -> Cells:
@@ -47,21 +44,10 @@ def aligned(cells: Cells) -> str:
     return "\n".join("  ".join([row[0].ljust(first), *map(str.rjust, row[1:], others)]).rstrip() for row in cells)
 
 
-def check() -> None:
-    """Raise ImportError where matplotlib is missing: before anything is measured."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ModuleNotFoundError("no matplotlib", name="matplotlib")
-
-
 def draw(variants: Mapping[str, Sequence[Row]], path: Path, *, delta: float, divergence: str = "topk") -> None:
     """For each variant, unsafe-keep and shrink-kept of every criterion beside the ratio on the same tokens."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
     panels = [(name, figure) for figure in _FIGURES for name in variants]
-    # The same data draws the same file.
-    with matplotlib.rc_context({"svg.hashsalt": "predmask", "font.size": 9}):
-        figure = Figure(figsize=(1 + 3.1 * len(panels), 5.2), layout="constrained")
+    with canvas(path, 1 + 3.1 * len(panels), 5.2) as figure:
         axes = figure.subplots(2, len(panels), squeeze=False, sharey="row")
         for column, (name, what) in enumerate(panels):
             rows = [row for row in variants[name] if row.divergence == divergence and row.criterion != "ratio"]
@@ -83,14 +69,13 @@ def draw(variants: Mapping[str, Sequence[Row]], path: Path, *, delta: float, div
             "numbers: paired difference to the ratio, in points, with its 95 % interval",
             fontsize=10,
         )
-        figure.savefig(path, metadata={"Date": None}, facecolor="white")
 
 
 def _panel(axis: Any, rows: Sequence[Row], ratios: Mapping[str, Row], what: str) -> None:
     for place, row in enumerate(rows):
         for at, of, colour, mark, label in (
-            (place - 0.13, row, _BLUE, "o", "the criterion"),
-            (place + 0.13, ratios[row.of], _ORANGE, "D", "the ratio, on the same tokens"),
+            (place - 0.13, row, BLUE, "o", "the criterion"),
+            (place + 0.13, ratios[row.of], VERMILLION, "D", "the ratio, on the same tokens"),
         ):
             value, low, high = of.figures[what]
             if value is None:

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from predmask.analysis import AnalysisError
-from predmask.analysis.direction import DELTA, Counts, Outside, add, outside_region, tally
-from predmask.analysis.logit_steps import single_steps
+from predmask.analysis.direction.logit_steps import single_steps
+from predmask.analysis.direction.outcomes import DELTA, Counts, Outside, add, outside_region, tally
 from predmask.traces import SampleTrace, TokenTrace
 from predmask.train import PRESETS, Config, Trainer, TrainingError
 from predmask.train.options import resolve, to_toml

@@ -50,4 +50,4 @@ def interval(values: NDArray[np.float64], clusters: int) -> tuple[float, float] 
 
 def estimate(value: float, values: NDArray[np.float64], clusters: int) -> Estimate:
     """A figure (NaN where there is no token) with the interval of its resampled values."""
-    return Estimate(None, None, None) if math.isnan(value) else Estimate(value, *interval(values, clusters))
+    return Estimate(None, None, None) if math.isnan(value) else Estimate(float(value), *interval(values, clusters))

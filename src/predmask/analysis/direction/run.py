@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from predmask.analysis import AnalysisError
-from predmask.analysis.direction import DELTA, Counts, Outside, add, outside_region, tally, top_k_divergence
-from predmask.analysis.logit_steps import single_steps
+from predmask.analysis.direction.logit_steps import single_steps
+from predmask.analysis.direction.outcomes import DELTA, Counts, Outside, add, outside_region, tally, top_k_divergence
 from predmask.traces import Trace
 
 
@@ -23,7 +23,7 @@ class Direction:
     counts: Counts
     """See `tally`; a cluster is an optimiser step."""
     steps: Counts
-    """See `predmask.analysis.logit_steps`; empty where whole distributions were not recorded."""
+    """See `predmask.analysis.direction.logit_steps`; empty where whole distributions were not recorded."""
 
 
 def measure(
