@@ -73,6 +73,13 @@ def test_curves_equal_numpy(tmp_path):
     samples = [sample for number in trace.steps for sample in trace.samples(number)]
     assert figures["reward"] == pytest.approx(np.mean([sample.reward for sample in samples]))
     assert figures["response_length"] == pytest.approx(np.mean([sample.length for sample in samples]))
+    # Few, and well named; those of a trace alone are those of a run.
+    assert set(figures) == {
+        *("mask_frac", "mask_frac_pos", "mask_frac_neg"),
+        *("divergence_kept_mean", "divergence_kept_max", "divergence_masked_mean", "divergence_masked_max"),
+        *("behaviour_kl", "mismatch_kl", "entropy", "staleness_mean", "staleness_max"),
+        *("unknown_logprob_count", "overflow_count", "reward", "response_length"),
+    }
 
 
 def test_maps_equal_numpy(tmp_path):
