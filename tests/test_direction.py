@@ -28,8 +28,8 @@ from predmask.analysis.direction.outcomes import (
     summarise,
     tally,
 )
-from predmask.analysis.direction.outcomes import DELTA as DIRECTION_DELTA
 from predmask.analysis.direction.run import measure
+from predmask.analysis.direction.study import DELTA as DIRECTION_DELTA
 from predmask.analysis.direction.study import FILE, load, pooled, run_seed, run_study, variants
 from predmask.analysis.direction.view import aligned, disagreement_table, draw, outside_table, steps_table
 from predmask.cli import main
@@ -169,8 +169,8 @@ def test_a_trace_of_any_rule_is_measured(name: str, tmp_path: Path) -> None:
 def test_delta_is_the_recorded_one_where_that_bounds_a_kl(tmp_path: Path) -> None:
     settings = {"noise": 1.0, "after": True}
     assert measure(make_trace(tmp_path / "a", Predictive(delta=0.02), **settings)).delta == 0.02
-    assert measure(make_trace(tmp_path / "b", Predictive(divergence="tv", delta=0.2), **settings)).delta == 0.05
-    assert measure(make_trace(tmp_path / "c", NoMask(), **settings)).delta == 0.05
+    assert measure(make_trace(tmp_path / "b", Predictive(divergence="tv", delta=0.2), **settings)).delta == 0.15
+    assert measure(make_trace(tmp_path / "c", NoMask(), **settings)).delta == 0.15
 
 
 def test_what_cannot_be_measured_says_why(tmp_path: Path) -> None:
@@ -223,7 +223,8 @@ def test_a_single_logit_step_is_that_of_the_formula() -> None:
             assert counts[f"{divergence}/{epsilon:g}/{criterion}"].tolist() == [[number, right]]
 
 
-def test_shares_and_differences_by_hand() -> None:
+def test_shares_and_differences_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("predmask.analysis.direction.bootstrap.LEAST_CLUSTERS", 2)
     #                                tokens rose kept rose fell right
     counts = {
         "topk/outside/ratio": np.array([[10, 4, 5, 2, 3, 6], [10, 6, 5, 4, 1, 4]]),
@@ -245,9 +246,10 @@ def test_shares_and_differences_by_hand() -> None:
         assert row.figures["unsafe_keep"] == row.to_ratio["accuracy"] == (None, None, None)
 
 
-def test_one_cluster_has_figures_and_no_interval() -> None:
-    (row,) = summarise({"topk/outside/ratio": np.array([[10, 4, 5, 2, 3, 6]])})
-    assert row.figures["unsafe_keep"] == (0.4, None, None)
+@pytest.mark.parametrize(("clusters", "has_interval"), [(1, False), (9, False), (10, True)])
+def test_few_clusters_have_figures_and_no_interval(clusters: int, has_interval: bool) -> None:
+    (row,) = summarise({"topk/outside/ratio": np.array(clusters * [[10, 4, 5, 2, 3, 6]])})
+    assert row.figures["unsafe_keep"] == (0.4, *((0.4, 0.4) if has_interval else (None, None)))
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), min_size=2, max_size=12), st.integers(2, 50))

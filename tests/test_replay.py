@@ -376,7 +376,6 @@ def test_rules_of_the_command_line_lie_over_the_recorded_one(tmp_path: Path, mon
         (["--rule", "dppo", "--steps", "3"], "unknown option --steps"),
         (["--rule.delta", "0.1"], "'--rule.delta' belongs to no rule"),
         (["--rule"], "rule"),
-        (["--sweep", "0.1", "nan"], "delta nan is no threshold"),
         (["--figure", "a.gif"], ".svg or .png"),
         (["--json", "nowhere/a.json"], "there is no directory nowhere"),
     ],

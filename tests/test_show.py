@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from helpers_traces import make_samples, make_tokens, make_trace
 from predmask.analysis import AnalysisError
 from predmask.analysis.show import MARKS, find_response, table, text
-from predmask.analysis.terminal import columns, visible
+from predmask.analysis.text import columns, visible
 from predmask.cli import main
 from predmask.core import PPOClip, Predictive, Reason
 from predmask.traces import TokenTrace, Trace, TraceError, TraceInfo, TraceWriter, rule_settings
@@ -185,7 +185,7 @@ def test_responses_that_are_not_scored_or_not_whole(tmp_path: Path) -> None:
     assert "reward not scored" in shown
     assert "10 tokens, of which 7 were recorded, cut at the length limit" in shown
     assert r"problem -, reference answer a\x1b[31m⏎b" in shown
-    assert r"rule mine x=\x1b[2J" in shown
+    assert r"rule mine (x \x1b[2J" in shown
 
 
 def test_hostile_tokens_are_shown_and_never_act(tmp_path: Path) -> None:

@@ -638,18 +638,26 @@ def test_responses_of_a_step_without_tokens_do_not_slip_into_the_next(tmp_path: 
     assert Trace(tmp_path).samples(2) == make_samples(tokens)
 
 
-def test_a_step_that_was_begun_is_kept_as_far_as_it_came(tmp_path: Path) -> None:
-    tokens = step_tokens(1)
-    writer = TraceWriter(tmp_path, info_of(tokens))
-    writer.add(make_samples(tokens))
-    writer.add(tokens[:33])
-    assert on_disk(tmp_path) == []
+def test_a_step_that_was_not_committed_is_left_out(tmp_path: Path) -> None:
+    writer = TraceWriter(tmp_path, info_of(step_tokens(1)))
+    writer.add(step_tokens(1))
+    writer.commit(1)
+    writer.add(make_samples(step_tokens(2)))
+    writer.add(step_tokens(2)[:33])
     writer.close()
     writer.close()
-    assert differences(everything(Trace(tmp_path)), tokens[:33]) == []
-    assert Trace(tmp_path).samples(1) == make_samples(tokens)
+    assert writer.problem is None
+    assert Trace(tmp_path).steps == [1]
     assert list(tmp_path.glob("*.partial")) == []
     assert not writers_left()
+
+
+def test_a_forgotten_commit_is_said(tmp_path: Path) -> None:
+    with (
+        pytest.raises(TraceError, match="step 2 was never committed"),
+        TraceWriter(tmp_path, info_of(step_tokens(2))) as writer,
+    ):
+        writer.add(step_tokens(2))
 
 
 def test_a_committed_step_is_readable_while_the_writer_goes_on(tmp_path: Path) -> None:
@@ -661,6 +669,7 @@ def test_a_committed_step_is_readable_while_the_writer_goes_on(tmp_path: Path) -
             time.sleep(0.005)
         writer.add(step_tokens(2)[:5])
         assert differences(everything(Trace(tmp_path)), step_tokens(1)) == []
+        writer.commit(2)
 
 
 def spoilt(record: str, name: str, values: Tensor) -> TokenTrace:

@@ -11,7 +11,7 @@ from typing import Any
 
 from predmask.analysis.compare import CONFIDENCE, FIGURES, IGNORED, Comparison, Figure, Group, Mean, show_option
 from predmask.analysis.runs import Run
-from predmask.analysis.terminal import visible
+from predmask.analysis.text import visible
 from predmask.plotting import COLOURS, canvas
 
 # Beyond the colours, and in print, the line styles tell groups apart.

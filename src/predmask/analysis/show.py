@@ -6,13 +6,13 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from predmask.analysis import AnalysisError
-from predmask.analysis.terminal import columns, visible
+from predmask.analysis.text import columns, rule_text, visible
 from predmask.core import Reason
 from predmask.traces import SampleTrace, TokenTrace, Trace
 from predmask.traces.reader import ranges
@@ -186,14 +186,9 @@ def _header(response: Response) -> Iterator[str]:
         f"epoch {response.epoch}{more}, minibatch {_span(tokens.minibatch)}, staleness {_span(tokens.staleness)} "
         "optimiser steps"
     )
-    yield f"rule {_rule(trace.info.rule)}"
+    yield f"rule {rule_text(trace.info.rule)}"
     if not trace.vocabulary:
         yield "the trace has no vocabulary: tokens are shown as their ids"
-
-
-def _rule(settings: Mapping[str, Any]) -> str:
-    name, *others = [f"{value}" if key == "name" else f"{key}={value}" for key, value in settings.items()]
-    return visible(f"{name} {' '.join(others)}".strip())
 
 
 def _span(values: Tensor, form: str = "") -> str:

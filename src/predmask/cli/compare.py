@@ -49,10 +49,10 @@ def run(args: argparse.Namespace) -> int:
 
     check_outputs(args)
     found = compare(args.run_dirs, last=args.last)
-    print(text(found, max(60, shutil.get_terminal_size((100, 24)).columns)))
     if args.json:
-        args.json.write_text(json.dumps(to_json(found), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        args.json.write_text(json.dumps(to_json(found), indent=2) + "\n", encoding="utf-8")
     if args.figure:
         draw(found, args.figure)
+    print(text(found, max(60, shutil.get_terminal_size((100, 24)).columns)))
     say_written(args)
     return 0

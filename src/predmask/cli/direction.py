@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,9 +32,9 @@ and the exact tail, and the full-vocabulary rate. What carries a claim is the pa
 the ratio on the same tokens; intervals are 95 % percentiles of a bootstrap over clusters: optimiser
 steps in one run, seeds in the study. docs/direction.md has the protocol and the results.
 
-A run must have been recorded with the policy after each optimiser step; its delta is that of the
-recorded rule, unless given. Best is a run without a mask, where every token's own gradient is in
-the step:
+A run must have been recorded with the policy after each optimiser step. Its delta is that of the
+recorded rule, or 0.15 where that has none, unless given. Best is a run without a mask, where every
+token's own gradient is in the step:
   predmask train arithmetic-stress --rule none --steps 3 --traces --traces.after --traces.full
 
 With --seeds, the study trains the embedded model that often, a few steps each, and writes
@@ -73,12 +73,15 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Study one run, or many seeds."""
+    positional = args.rest[:1] if args.rest and not args.rest[0].startswith("-") else []
     if args.seeds is not None:
+        if positional:
+            args.parser.error(f"give either RUN_DIR ({positional[0]}) or --seeds N, for the study")
         return _study(args)
-    if len(args.rest) != 1 or args.rest[0].startswith("-"):
+    if not positional:
         args.parser.error("say what to look at: RUN_DIR, or --seeds N for the study (see --help)")
-    if args.workers or args.output:
-        args.parser.error("--workers and --output belong to the study: give --seeds too")
+    if args.workers or args.output or len(args.rest) > 1:
+        args.parser.error("only --delta goes with RUN_DIR; other options belong to the study: give --seeds N instead")
     return _one(Path(args.rest[0]), args.delta)
 
 
@@ -88,14 +91,14 @@ def _one(path: Path, delta: float | None) -> int:
     from predmask.analysis.direction.outcomes import summarise
     from predmask.analysis.direction.run import measure
     from predmask.analysis.runs import read_run
+    from predmask.analysis.text import rule_text, visible
 
     recorded = read_run(path)
     trace = recorded.need_trace()
     with tqdm(total=trace.size, unit="token", unit_scale=True, leave=False, disable=None) as bar:
         found = measure(trace, delta, progress=bar.update)
-    rule = trace.info.rule["name"]
-    print(f"run       {recorded.name}, rule {rule}")
-    if rule != "none":
+    print(f"run       {visible(recorded.name)}, rule {rule_text(trace.info.rule)}")
+    if trace.info.rule["name"] != "none":
         print("note      what the rule dropped had no gradient of its own in the step; --rule none drops nothing")
     rows = summarise(found.counts)
     print("\n".join(_lines(found.counts, found.steps, rows, found.delta, found.trainable, "optimiser steps")))
@@ -103,9 +106,10 @@ def _one(path: Path, delta: float | None) -> int:
 
 
 def _study(args: argparse.Namespace) -> int:
-    from predmask.analysis.direction.outcomes import DELTA, summarise
-    from predmask.analysis.direction.study import FILE, pooled, run_study
+    from predmask.analysis.direction.outcomes import summarise
+    from predmask.analysis.direction.study import DELTA, FILE, pooled, run_study
     from predmask.analysis.direction.view import draw
+    from predmask.analysis.text import rule_text
     from predmask.plotting import need_matplotlib
     from predmask.train import TrainingError
     from predmask.train.options import overrides
@@ -120,15 +124,19 @@ def _study(args: argparse.Namespace) -> int:
     try:
         with Progress() as progress:
             study = run_study(layer, args.seeds, output, delta=delta, workers=workers, progress=progress)
+    except KeyboardInterrupt:
+        print(f"interrupted; the seeds that are done lie in {output}, and the same command goes on", file=sys.stderr)
+        raise
     except TrainingError as error:
         print(f"predmask: error: {error}", file=sys.stderr)
         return 1
     summaries, text = {}, list[str]()
     for variant, seeds in study["seeds"].items():
         counts, steps = pooled(study, variant)
+        config = study["protocol"]["variants"][variant]
         summaries[variant] = summarise(counts)
         trainable = sum(seed["trainable"] for seed in seeds.values())
-        text.append(f"study     {variant}, {_rule_of(study, variant)}")
+        text.append(f"study     {variant}, rule {rule_text(config['rule'])}, steps {config['steps']}")
         text += [*_lines(counts, steps, summaries[variant], delta, trainable, "seeds"), ""]
     print("\n".join(text))
     (output / "direction.txt").write_text("\n".join(text), encoding="utf-8")
@@ -142,6 +150,7 @@ def _lines(
     counts: Counts, steps: Counts, rows: Sequence[Row], delta: float, trainable: int, cluster: str
 ) -> Iterator[str]:
     """The tables of a run, or of a variant of the study."""
+    from predmask.analysis.direction.bootstrap import LEAST_CLUSTERS
     from predmask.analysis.direction.outcomes import OUTSIDE
     from predmask.analysis.direction.view import (
         DIVERGENCES,
@@ -154,7 +163,8 @@ def _lines(
     clusters = len(next(iter(counts.values())))
     tokens = rows[0].tokens
     yield f"outside   {tokens:,} of {trainable:,} trainable tokens have top-K KL above {delta:g}"
-    yield f"clusters  {clusters:,} {cluster}"
+    few = f"; intervals need {LEAST_CLUSTERS} or more" if clusters < LEAST_CLUSTERS else ""
+    yield f"clusters  {clusters:,} {cluster if clusters > 1 else cluster.removesuffix('s')}{few}"
     if not tokens:
         return
     for divergence, label in DIVERGENCES.items():
@@ -165,8 +175,8 @@ def _lines(
         yield aligned(outside_table(rows, divergence))
         disagreement = [row.rose for row in of if row.of != OUTSIDE and row.rose is not None]
         if disagreement:
-            least, most = min(disagreement), max(disagreement)
-            yield f"\nWhere a criterion disagrees with the ratio, it rose for {least:.1%} to {most:.1%}:"
+            shares = " to ".join(dict.fromkeys(f"{share:.1%}" for share in (min(disagreement), max(disagreement))))
+            yield f"\nWhere a criterion disagrees with the ratio, it rose for {shares}:"
             yield aligned(disagreement_table(rows, divergence))
         else:
             yield "\nNo criterion disagrees with the ratio on any of them."
@@ -198,12 +208,6 @@ class Progress:
         if self._bar is None:
             self._bar = tqdm(total=total, initial=done, unit="run", leave=False, dynamic_ncols=True)
         self._bar.update(done - self._bar.n)
-
-
-def _rule_of(study: Mapping[str, Any], variant: str) -> str:
-    config = study["protocol"]["variants"][variant]
-    settings = ", ".join(f"{name} {value}" for name, value in config["rule"].items() if name != "name")
-    return f"rule {config['rule']['name']}{f' ({settings})' if settings else ''}, steps {config['steps']}"
 
 
 def _cores() -> int:

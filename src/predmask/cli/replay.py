@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from predmask.cli.numbers import above_zero
 from predmask.cli.outputs import add_output_arguments, check_outputs, say_written
 
 if TYPE_CHECKING:
-    from predmask.analysis.replay import Replay
-    from predmask.analysis.replay.sweep import Estimators
     from predmask.core import Rule
     from predmask.traces import TraceInfo
 
@@ -43,13 +42,6 @@ examples:
 exit code: 0; 1 when the recorded rule decides otherwise than recorded; 2 for a mistake in what was asked
 """
 
-_TITLES = {
-    "advantage": "sign of the advantage",
-    "probability": "probability of the sampled token, mu",
-    "position": "position in the response",
-    "staleness": "staleness in optimiser steps",
-}
-
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """The parser of this verb."""
@@ -63,7 +55,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", help="the directory of a run, or of another trainer's trace")
     parser.add_argument(
-        "--sweep", type=float, nargs="+", metavar="DELTA", help="thresholds to look at (default: a range)"
+        "--sweep", type=above_zero, nargs="+", metavar="DELTA", help="thresholds to look at (default: a range)"
     )
     add_output_arguments(parser)
     # Which fields a rule has depends on the rule: they are not argparse's.
@@ -77,7 +69,9 @@ def run(args: argparse.Namespace) -> int:
 
     from predmask.analysis.replay import replay
     from predmask.analysis.replay.figure import draw
+    from predmask.analysis.replay.view import lines
     from predmask.analysis.runs import read_run
+    from predmask.analysis.text import visible
 
     check_outputs(args)
     recorded = read_run(args.run_dir)
@@ -85,24 +79,13 @@ def run(args: argparse.Namespace) -> int:
     rules = _rules(args.rest, trace.info)
     with tqdm(total=trace.size, unit="token", unit_scale=True, leave=False, disable=None) as bar:
         found = replay(trace, rules, deltas=args.sweep, progress=bar.update)
-    print(f"{recorded.name}\n" + "\n".join(lines(found)))
     if args.json:
         args.json.write_text(json.dumps(found.to_json(), indent=1) + "\n", encoding="utf-8")
     if args.figure:
         draw(found, args.figure)
+    print(f"{visible(recorded.name)}\n" + "\n".join(lines(found)))
     say_written(args)
     return 1 if found.reproduction and not found.reproduction.exact else 0
-
-
-def lines(found: Replay) -> Iterator[str]:
-    """A replay as tables."""
-    yield from _heading(found)
-    yield from _decided(found)
-    yield from _matrix(found, "Agreement: share of the trainable tokens that two rules decide alike", "agreement")
-    yield from _matrix(found, "Of the tokens that at least one of two rules drops, share that both drop", "jaccard")
-    yield from _splits(found)
-    yield from _sweep(found)
-    yield from _estimators(found.estimators)
 
 
 def _rules(arguments: Sequence[str], info: TraceInfo) -> list[Rule] | None:
@@ -117,7 +100,9 @@ def _rules(arguments: Sequence[str], info: TraceInfo) -> list[Rule] | None:
         if argument.partition("=")[0] == "--rule":
             groups.append([])
         if not groups:
-            raise ConfigError(f"{argument!r} belongs to no rule; `predmask replay --help` explains what can be given")
+            raise ConfigError(
+                f"{argument!r} belongs to no rule: RUN_DIR comes first, then --rule NAME, then its own --rule.FIELD VALUE"
+            )
         groups[-1].append(argument)
     try:
         recorded = {"rule": {name: plain(value) for name, value in rule_settings(info.make_rule()).items()}}
@@ -131,129 +116,3 @@ def _rules(arguments: Sequence[str], info: TraceInfo) -> list[Rule] | None:
             raise ConfigError(f"unknown option --{unknown}; after --rule NAME comes --rule.FIELD VALUE")
         found.append(resolve(recorded, layer).rule)
     return found or None
-
-
-def _heading(found: Replay) -> Iterator[str]:
-    from predmask.analysis.terminal import visible
-
-    fields = ", ".join(f"{name} {value}" for name, value in found.info.rule.items() if name != "name")
-    yield (
-        f"{found.tokens:,} tokens of {_plural(len(found.steps), 'step')}, K = {found.info.top_k}, "
-        f"V = {found.info.vocabulary_size:,}"
-    )
-    yield visible(f"recorded rule: {found.info.rule['name']}" + (f" ({fields})" if fields else ""))
-    if again := found.reproduction:
-        yield f"recorded decisions reproduced: {again.reproduced:,} of {again.tokens:,}"
-        if not again.exact:
-            yield (
-                f"NOT reproduced: {again.tokens - again.reproduced:,}, whose divergences are up to "
-                f"{again.largest_difference:.2g} from the recorded ones"
-            )
-            yield "(tiny differences are another machine's rounding; others mean another rule than the trace names)"
-    for note in found.notes:
-        yield f"note: {note}"
-
-
-def _decided(found: Replay) -> Iterator[str]:
-    width = max(len(row.label) for row in found.rules)
-    yield "\nWhat each rule drops, in shares of the trainable tokens"
-    yield f"    {'':<{width}}{'trainable':>12}{'dropped':>10}{'A>0':>10}{'A<0':>10}{'outside':>10}{'unknown':>10}"
-    for number, row in enumerate(found.rules, 1):
-        shares = "".join(
-            f"{_percent(count / row.trainable if row.trainable else None):>10}"
-            for count in (row.dropped, row.dropped_positive, row.dropped_negative, row.outside)
-        )
-        yield f"{number:>2}  {row.label:<{width}}{row.trainable:>12,}{shares}{row.unknown:>10,}"
-
-
-def _matrix(found: Replay, title: str, figure: str) -> Iterator[str]:
-    share = getattr(found.overall, figure)
-    rules = range(len(found.rules))
-    yield f"\n{title}"
-    yield " " * 16 + "".join(f"{number + 1:>8}" for number in rules)
-    for one in rules:
-        yield _name(found, one) + "".join(f"{_percent(share(one, other)):>8}" for other in rules)
-
-
-def _splits(found: Replay) -> Iterator[str]:
-    for name, buckets in found.splits.items():
-        if not buckets:
-            continue
-        wide = 8 * len(buckets)
-        head = "".join(f"{bucket:>8}" for bucket in buckets)
-        yield f"\nBy {_TITLES[name]}"
-        yield f"{'':16}{'dropped':>{wide}}  {'decided otherwise than recorded':>{max(wide, 31)}}"
-        yield f"{'':16}{head}  {head:>{max(wide, 31)}}"
-        for rule in range(len(found.rules)):
-            dropped = "".join(f"{_percent(table.dropped_share(rule)):>8}" for table in buckets.values())
-            others = "".join(f"{_percent(_complement(table.agreement(0, rule))):>8}" for table in buckets.values())
-            yield f"{_name(found, rule)}{dropped}  {others if rule else '':>{max(wide, 31)}}".rstrip()
-        tokens = "".join(f"{int(table.trainable[0, 0]):>8,}" for table in buckets.values())
-        yield f"    {'tokens':<12}{tokens}"
-
-
-def _sweep(found: Replay) -> Iterator[str]:
-    yield "\nThreshold sweep: share of the trainable tokens dropped at each delta"
-    without = dict.fromkeys(row.rule["name"] for row in found.rules[1:] if "delta" not in row.rule)
-    if without:
-        yield f"(no delta: {', '.join(without)})"
-    for start in range(0, len(found.sweep), 3):
-        curves = found.sweep[start : start + 3]
-        widths = [max(8, len(curve.label)) + 2 for curve in curves]
-        yield f"{'delta':>8}" + "".join(f"{c.label:>{width}}" for c, width in zip(curves, widths, strict=True))
-        for delta, *shares in zip(found.deltas, *(curve.shares for curve in curves), strict=True):
-            yield f"{delta:>8g}" + "".join(f"{_percent(s):>{width}}" for s, width in zip(shares, widths, strict=True))
-
-
-def _estimators(found: Estimators | None) -> Iterator[str]:
-    if found is None:
-        yield (
-            "\nEstimator error against K: whole distributions were not recorded\n"
-            "(predmask train ... --traces --traces.full, for small vocabularies)"
-        )
-        return
-    yield f"\nEstimator error against K, divergence {found.divergence}, {found.tokens:,} tokens"
-    yield (
-        f"error: mean |rate - full rate|; D > {found.delta:g} and all: right signs, of the {found.outside:,} tokens "
-        "outside and of all"
-    )
-    if found.unknown:
-        yield f"left out, since a distribution is not finite or does not sum to 1: {found.unknown:,} tokens"
-    if not found.rows:
-        return
-    tails = list(found.rows[0].error)
-    head = f"{'error':>10}{f'D > {found.delta:g}':>10}{'all':>8}"
-    yield f"{'':>14}" + "".join(f"{f'{tail} tail':>{len(head)}}" for tail in tails)
-    yield f"{'K':>5}{'D seen':>9}" + head * len(tails)
-    for row in found.rows:
-        figures = ((row.error[tail], row.right_outside.get(tail), row.right.get(tail)) for tail in tails)
-        cells = "".join(
-            f"{error:>10.1e}{_percent(outside, 1):>10}{_percent(overall, 1):>8}" for error, outside, overall in figures
-        )
-        yield f"{row.top_k:>5}{_percent(row.divergence_share, 1):>9}{cells}"
-    yield "(K = 0: the sampled token against the rest; its rate has the sign of r - 1)"
-
-
-def _name(found: Replay, rule: int) -> str:
-    row = found.rules[rule]
-    return f"{rule + 1:>2}  {row.rule['name'] if rule else row.label:<12.12}"
-
-
-def _percent(share: float | None, digits: int = 2) -> str:
-    """A dash where there is none; 0 % and 100 % only where they are exact."""
-    if share is None:
-        return "-"
-    least = 10.0 ** -(digits + 2)
-    if 0 < share < least:
-        return f"<{least:.{digits}%}"
-    if 1 - least < share < 1:
-        return f">{1 - least:.{digits}%}"
-    return f"{share:.{digits}%}"
-
-
-def _complement(share: float | None) -> float | None:
-    return None if share is None else 1.0 - share
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" + ("" if count == 1 else "s")

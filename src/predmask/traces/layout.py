@@ -72,8 +72,9 @@ def as_tensor(name: str, value: Any) -> Tensor:
             array = array.astype(np.float64)
         if array.dtype.kind == "u":
             array = array.astype(np.int64)
-        # torch shares no memory that is read-only.
-        return torch.from_numpy(array if array.flags.writeable else array.copy())
+        # torch shares no memory that is read-only or runs backwards.
+        shared = array.flags.writeable and min(array.strides, default=0) >= 0
+        return torch.from_numpy(array if shared else array.copy())
     except (ValueError, TypeError) as error:
         raise TraceError(f"{name} is no array of numbers: {error}") from error
 

@@ -158,7 +158,10 @@ def _readable(file: Path) -> Iterator[None]:
         if isinstance(error, OSError) and error.strerror:
             raise TraceError(f"{file} cannot be read: {error.strerror}") from error
         reason = str(error).partition("\n")[0]
-        raise TraceError(f"{file} cannot be read: it is truncated or no Parquet file ({reason})") from error
+        raise TraceError(
+            f"{file} cannot be read: it is damaged, truncated or no Parquet file ({reason}); without it, the other "
+            "steps can be read"
+        ) from error
 
 
 def ranges(numbers: Sequence[int]) -> str:

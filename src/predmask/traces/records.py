@@ -34,6 +34,10 @@ class TraceInfo:
     temperature: float = 1.0
     """Sampling temperature of both policies."""
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.rule, Mapping):
+            raise TraceError(f"rule is {self.rule!r}; give rule_settings(Predictive(delta=0.15)), for one")
+
     def make_rule(self) -> Rule:
         """The rule that decided; TraceError for one that this version does not know."""
         settings = dict(self.rule)
@@ -49,6 +53,8 @@ class TraceInfo:
 
 def rule_settings(rule: Rule) -> dict[str, Any]:
     """A rule as its name and its fields, ready for JSON."""
+    if not isinstance(rule, Rule):
+        raise TraceError(f"rule is {rule!r}; give an instance, such as Predictive(delta=0.15)")
     return {"name": rule.name, **asdict(rule)}
 
 

@@ -39,7 +39,10 @@ class TraceWriter:
     Raises TraceError when the directory is not empty.
     """
 
-    def __init__(self, directory: Path, info: TraceInfo, *, every: int = 1, max_bytes: float | None = None) -> None:
+    def __init__(
+        self, directory: Path | str, info: TraceInfo, *, every: int = 1, max_bytes: float | None = None
+    ) -> None:
+        directory = Path(directory)
         if directory.exists() and any(directory.iterdir()):
             raise TraceError(f"{directory} is not empty; a trace needs a directory of its own, nothing is overwritten")
         directory.mkdir(parents=True, exist_ok=True)
@@ -69,6 +72,8 @@ class TraceWriter:
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         self.close()
+        if self.problem is None and self._step is not None:
+            self.problem = f"step {self._step} was never committed, and is left out"
         if self.problem is not None and error is None:
             raise TraceError(self.problem)
 
@@ -93,7 +98,7 @@ class TraceWriter:
         self._put(dict(texts))
 
     def close(self) -> None:
-        """Write what is waiting; a step that was begun is kept as far as it came. Calling it twice is allowed."""
+        """Write what is waiting; a step that was not committed is left out. Calling it twice is allowed."""
         if not self._closed:
             self._put(None)
             self._closed = True
@@ -111,8 +116,9 @@ class TraceWriter:
         try:
             while (item := self._queue.get()) is not None:
                 self._take(item)
-            if self._step is not None:
-                self._commit(self._step)
+            if self._file is not None:
+                self._file.close()
+                self._partial(f"tokens-{self._step:06d}.parquet").unlink()
         except Exception as error:  # noqa: BLE001  a full disk must not end the run
             self.problem = f"the trace ended early: {error}"
 

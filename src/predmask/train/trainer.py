@@ -138,9 +138,13 @@ class Trainer:
             recording = None if trace is None else trace.minibatch(epoch, within, self.version)
             try:
                 metrics = metrics.merge(self._update(minibatch, step, recording))
-            finally:  # an update that failed is the one to look at
-                if recording is not None:
+            except TrainingError:
+                if recorder is not None and recording is not None:  # this update is the one to look at
                     recording.applied()
+                    recorder.commit(step)
+                raise
+            if recording is not None:
+                recording.applied()
         if recorder is not None:
             recorder.commit(step)
         self.engine.update_weights(self.model, self.version)

@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 
 SAMPLES = 4000
 LEVEL = 0.95
+LEAST_CLUSTERS = 10
+"""Of fewer, resampling shows too few different samples to be an interval."""
 
 
 class Estimate(NamedTuple):
@@ -39,10 +41,10 @@ def resampled_sums(counts: NDArray[np.int64], *, samples: int = SAMPLES, seed: i
 def interval(values: NDArray[np.float64], clusters: int) -> tuple[float, float] | tuple[None, None]:
     """The percentile interval at `LEVEL` of resampled values [samples], NaN where a sample has no token of the figure.
 
-    None with less than two clusters, and where tokens are in so few of them that many samples have none.
+    None with less than `LEAST_CLUSTERS` clusters, and where tokens are in so few of them that many samples have none.
     """
     known = values[~np.isnan(values)]
-    if clusters < 2 or len(known) < LEVEL * len(values):
+    if clusters < LEAST_CLUSTERS or len(known) < LEVEL * len(values):
         return None, None
     low, high = np.percentile(known, [50 * (1 - LEVEL), 50 * (1 + LEVEL)])
     return float(low), float(high)

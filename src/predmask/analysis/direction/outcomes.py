@@ -27,7 +27,6 @@ CHANGES = ("topk", "full")
 """The divergences whose change is measured: KL(mu‖pi) on the support and its tail, and on the whole vocabulary."""
 OUTSIDE = "outside"
 """All tokens outside; the other sets are called by the criterion that disagrees there with the ratio."""
-DELTA = 0.05
 
 Counts = dict[str, NDArray[np.int64]]
 """[C, X] counts in each of C clusters, by what they are of."""

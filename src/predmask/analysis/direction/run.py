@@ -9,7 +9,8 @@ import torch
 
 from predmask.analysis import AnalysisError
 from predmask.analysis.direction.logit_steps import single_steps
-from predmask.analysis.direction.outcomes import DELTA, Counts, Outside, add, outside_region, tally, top_k_divergence
+from predmask.analysis.direction.outcomes import Counts, Outside, add, outside_region, tally, top_k_divergence
+from predmask.core import Predictive
 from predmask.traces import Trace
 
 
@@ -29,7 +30,8 @@ class Direction:
 def measure(
     trace: Trace, delta: float | None = None, *, progress: Callable[[int], object] = lambda tokens: None
 ) -> Direction:
-    """Read a trace; `delta` is by default that of the recorded rule where it bounds a KL, else `DELTA`.
+    """Read a trace; `delta` is by default that of the recorded rule where it bounds a KL, else that of
+    `Predictive`.
 
     `progress` is told how many tokens were read since the last call.
 
@@ -65,7 +67,9 @@ def measure(
 def _recorded_delta(trace: Trace) -> float:
     rule = trace.info.rule
     delta = rule.get("delta")
-    return float(delta) if isinstance(delta, int | float) and rule.get("divergence", "kl") == "kl" else DELTA
+    return (
+        float(delta) if isinstance(delta, int | float) and rule.get("divergence", "kl") == "kl" else Predictive().delta
+    )
 
 
 def _nothing_outside(trainable: int, delta: float, largest: float) -> str:

@@ -19,13 +19,15 @@ import numpy as np
 
 from predmask.analysis import AnalysisError
 from predmask.analysis.direction.logit_steps import single_steps
-from predmask.analysis.direction.outcomes import DELTA, Counts, Outside, add, outside_region, tally
+from predmask.analysis.direction.outcomes import Counts, Outside, add, outside_region, tally
 from predmask.traces import SampleTrace, TokenTrace
 from predmask.train import PRESETS, Config, Trainer, TrainingError
 from predmask.train.options import resolve, to_toml
 
 PRESET = "arithmetic-stress"
 STEPS = 3
+DELTA: float = PRESETS[PRESET].values["rule"]["delta"]
+"""Threshold of the top-K KL: the preset's."""
 BETAS = (0.9, 0.0)
 """AdamW's momentum, and none: momentum moves a token whatever its own gradient says."""
 FILE = "direction.json"

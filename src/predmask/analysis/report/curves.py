@@ -61,7 +61,7 @@ CHARTS = (
             Line(figure="mask_frac_neg", label="A < 0", style="vermillion"),
         ),
         note="Healthy: a few percent at most, without a trend. A share that climbs says that the policy leaves the "
-        "rollouts behind faster than new ones come; one sign alone often means a few token ids (see the table below).",
+        "rollouts behind faster than new ones come; one sign alone often means a few token ids.",
         percent=True,
     ),
     Chart(

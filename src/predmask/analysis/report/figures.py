@@ -152,7 +152,8 @@ def divergences(found: Digest, threshold: Mapping[str, float], unit: str, name: 
 
 def probabilities(found: Digest, which: ProbabilityMap, name: str) -> Element:
     """Where all tokens lie by mu and pi, the border of a rule's trust region, and the tokens that it drops."""
-    from matplotlib.colors import LogNorm
+    import matplotlib
+    from matplotlib.colors import ListedColormap, LogNorm
 
     cells = found.cells.numpy()
     edges = np.linspace(-LIMIT, LIMIT, CELLS + 1)
@@ -164,8 +165,8 @@ def probabilities(found: Digest, which: ProbabilityMap, name: str) -> Element:
             origin="lower",
             extent=(-LIMIT, LIMIT, -LIMIT, LIMIT),
             norm=LogNorm(1, max(cells.max(initial=0), 2)),
-            cmap="Greys",
-            alpha=0.8,
+            # A single token is seen, too.
+            cmap=ListedColormap(matplotlib.colormaps["Greys"](np.linspace(0.25, 0.9, 256))),
             interpolation="nearest",
         )
         _border(axis, which.rule, low, high)

@@ -61,8 +61,3 @@ def render(page: Element) -> str:
 def number(value: object) -> str:
     """Three figures of a number; a dash for anything else."""
     return f"{value:.3g}" if isinstance(value, int | float) else "–"
-
-
-def percent(value: object, digits: int = 2) -> str:
-    """A share in percent; a dash for anything that is no number."""
-    return f"{value:.{digits}%}" if isinstance(value, int | float) else "–"

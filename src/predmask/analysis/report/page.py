@@ -13,10 +13,11 @@ from predmask.analysis import AnalysisError
 from predmask.analysis.report import figures
 from predmask.analysis.report.curves import CHARTS, MOST_POINTS, Chart, Points, points, thinned
 from predmask.analysis.report.digest import Digest, digest, late_step
-from predmask.analysis.report.markup import Element, element, figure, number, percent, render, table
-from predmask.analysis.report.tokens import coverage_section, mask_section, response_section, rule_text, rules_section
+from predmask.analysis.report.markup import Element, element, figure, number, render, table
+from predmask.analysis.report.tokens import coverage_section, mask_section, response_section, rules_section
 from predmask.analysis.runs import Run
 from predmask.analysis.show import find_response
+from predmask.analysis.text import percent, rule_text
 from predmask.core import RULES, Rule
 from predmask.plotting import need_matplotlib
 
@@ -221,7 +222,10 @@ def _trace_sections(run: Run, found: Digest | None) -> Iterator[Element]:
 def _settings_section(run: Run) -> Iterator[Element]:
     tables = []
     if run.config:
-        plain = {name: value for name, value in run.config.items() if not isinstance(value, Mapping)}
+        # A run's own directory is not in its configuration, so that it can be run again.
+        plain = {
+            name: value for name, value in run.config.items() if name != "output" and not isinstance(value, Mapping)
+        }
         sections = {name: value for name, value in run.config.items() if isinstance(value, Mapping)}
         tables += [_settings("run", plain), *(_settings(name, values) for name, values in sections.items())]
     if versions := _versions(run.path / "versions.json"):

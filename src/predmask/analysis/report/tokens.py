@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from predmask.analysis.report import figures
 from predmask.analysis.report.curves import thinned
 from predmask.analysis.report.digest import DIVERGENCE_BINS, Digest, ProbabilityMap
-from predmask.analysis.report.markup import Element, element, figure, number, percent, table
-from predmask.analysis.show import MARKS, Response, visible
+from predmask.analysis.report.markup import Element, element, figure, number, table
+from predmask.analysis.show import MARKS, Response
+from predmask.analysis.text import percent, rule_text, visible
 from predmask.core import Reason, Rule
 from predmask.traces import TokenTrace, Trace, rule_settings
 
@@ -30,13 +30,6 @@ _BINARY = (
     "predictive mask, which needs top-K log-probs, cannot be asked."
 )
 _CLASSES = {reason: reason.name.lower().replace("_", "-") for reason in Reason}
-
-
-def rule_text(settings: Mapping[str, Any]) -> str:
-    """A rule in one line: its name and settings."""
-    others = ", ".join(f"{name} {value}" for name, value in settings.items() if name != "name" and value is not None)
-    name = str(settings.get("name", "?"))
-    return f"{name} ({others})" if others else name
 
 
 def mask_section(trace: Trace, found: Digest) -> Element:
@@ -73,7 +66,7 @@ def rules_section(trace: Trace, found: Digest) -> Element:
             "sampled, and the one that the policy pi gave it when it was trained on: the darker, the more tokens. Both "
             "axes are in log-odds, so that what happens near 1, where most tokens are, is seen as well as near 0. On "
             "the dotted diagonal the ratio r = pi/mu is 1. The solid line is the border of the rule's trust region; "
-            "triangles are the tokens that it drops: ▲ A > 0, ▼ A < 0.",
+            "triangles are where it drops tokens, larger for more of them: ▲ A > 0, ▼ A < 0.",
         ),
         element(
             "p",
@@ -158,13 +151,17 @@ def _mask_figures(found: Digest) -> Iterator[Element]:
     unit = _unit(found.rule)
     threshold = figures.thresholds(found.rule)
     drawn = ", ".join(f"{name} = {value:g}" for name, value in threshold.items())
+    healthy = (
+        "Healthy: most tokens lie far left of the threshold, with a thin tail that crosses it. A threshold that cuts "
+        "into the bulk masks noise; one beyond the last bar masks nothing."
+        if threshold
+        else "This rule has no threshold; the histogram shows where one would cut."
+    )
     yield figure(
         figures.divergences(found, threshold, unit, "divergences"),
         title="How far tokens are",
         label=f"Histogram of the divergence in {unit}, for kept and dropped tokens; {drawn or 'no threshold'}",
-        caption="The rule's own proximity value; tokens at or below 1e-8 are in the first bar. Healthy: most tokens "
-        "lie far left of the threshold, with a thin tail that crosses it. A threshold that cuts into the bulk masks "
-        "noise; one beyond the last bar masks nothing.",
+        caption=f"The rule's own proximity value; tokens at or below 1e-8 are in the first bar. {healthy}",
         numbers=table(["divergence", "kept inside", "kept outside", "dropped"], _decades(found)),
     )
 
@@ -227,8 +224,8 @@ def _most_masked(trace: Trace, found: Digest) -> Iterator[Element]:
         "p",
         "Dropped most often: ",
         element("code", visible(trace.text(first.id))),
-        f" (id {first.id}), {percent(first.share, 0)} of the {total:,} dropped tokens, {first.positive:,} of them with "
-        f"A > 0 and {first.negative:,} with A < 0. {len(found.masked):,} different ids were dropped at all.",
+        f" (id {first.id}), {first.count:,} of {total:,} ({percent(first.share, 0)}), {first.positive:,} of them with "
+        f"A > 0 and {first.negative:,} with A < 0. Different ids that were dropped at all: {len(found.masked):,}.",
     )
     rows = []
     for row in found.masked[:_MOST_MASKED]:
