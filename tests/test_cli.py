@@ -252,3 +252,16 @@ def test_a_terminal_without_the_symbols_is_no_error() -> None:
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     command = [sys.executable, "-m", "predmask", "list", "rules"]
     assert b"predictive" in subprocess.run(command, env=environment, capture_output=True, check=True).stdout
+
+
+def test_an_option_with_a_slip_is_guessed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["show", "runs/x", "--smaple", "3"])
+    assert "did you mean --sample?" in capsys.readouterr().err
+
+
+def test_an_error_does_not_obey_what_it_quotes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path / "a\x1b[2Jb")]) == 2
+    shown = capsys.readouterr().err
+    assert "\x1b" not in shown
+    assert "x1b[2Jb" in shown

@@ -726,3 +726,63 @@ def test_a_step_may_be_any_integer(tmp_path: Path, step: Any) -> None:
         writer.add(SIXTY)
         writer.commit(step)
     assert Trace(tmp_path).steps == [1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"temperature": 0}, "temperature is 0"),
+        ({"temperature": math.inf}, "temperature is inf"),
+        ({"rule": {"delta": 1.0}}, "its name"),
+        ({"top_k": 13}, "0 <= K <= V"),
+    ],
+)
+def test_a_description_that_no_reader_would_take_is_refused_at_once(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(TraceError, match=words):
+        TraceWriter(tmp_path / "t", dataclasses.replace(info_of(SIXTY), **changes))
+    assert not (tmp_path / "t").exists()
+    assert not writers_left()
+
+
+def test_a_rule_is_not_its_name() -> None:
+    with pytest.raises(TraceError, match="rule_settings"):
+        dataclasses.replace(info_of(SIXTY), rule="predictive")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TraceError, match="instance"):
+        rule_settings("predictive")  # pyright: ignore[reportArgumentType]
+
+
+def test_numpy_numbers_and_a_path_as_text_will_do(tmp_path: Path) -> None:
+    info = dataclasses.replace(info_of(SIXTY), vocabulary_size=np.int64(12), top_k=np.int64(4), temperature=1)
+    with TraceWriter(str(tmp_path / "t"), info) as writer:
+        writer.add(SIXTY)
+        writer.commit(1)
+    assert Trace(str(tmp_path / "t")).size == 60
+
+
+def test_responses_of_another_step_are_refused(tmp_path: Path) -> None:
+    def work(writer: TraceWriter) -> None:
+        writer.add([dataclasses.replace(sample, step=2) for sample in make_samples(SIXTY)])
+        writer.add(SIXTY)
+        writer.commit(1)
+
+    assert "responses of step 2 were added" in ended_early(tmp_path, work)
+
+
+def test_steps_without_tokens_leave_the_others_when_the_trace_is_thinned(tmp_path: Path) -> None:
+    sizes = tmp_path / "sizes"
+    with TraceWriter(sizes, info_of(SIXTY)) as writer:
+        writer.add(SIXTY)
+        writer.commit(1)
+    one = sum(file.stat().st_size for file in sizes.iterdir())
+    with TraceWriter(tmp_path / "t", info_of(SIXTY), max_bytes=3.5 * one) as writer:
+        for step in range(1, 21):
+            if writer.wants(step):
+                if step % 2 == 0:
+                    writer.add(dataclasses.replace(SIXTY, step=torch.full((60,), step)))
+                writer.commit(step)
+                time.sleep(0.01)
+    steps = Trace(tmp_path / "t").steps
+    assert steps[0] == 2
+    assert 1 <= len(steps) <= 3

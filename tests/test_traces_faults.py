@@ -604,13 +604,13 @@ def test_texts_that_cannot_be_written_end_the_trace_too(tmp_path: Path) -> None:
 def test_a_slow_disk_makes_the_caller_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from predmask.traces import writer as module
 
-    go_on, real, added = threading.Event(), module.tokens_to_arrow, []
+    go_on, real, added = threading.Event(), module.schema_of, []
 
     def slow(*args: Any) -> Any:
         assert go_on.wait(20)
         return real(*args)
 
-    monkeypatch.setattr(module, "tokens_to_arrow", slow)
+    monkeypatch.setattr(module, "schema_of", slow)
     writer = TraceWriter(tmp_path, info_of(make_tokens()))
     tokens = step_tokens(1)
 
@@ -641,7 +641,7 @@ def test_an_error_in_the_background_never_hangs_the_caller(tmp_path: Path, monke
         time.sleep(0.1)  # until the queue is full
         raise RuntimeError("a fault of this program")
 
-    monkeypatch.setattr(module, "tokens_to_arrow", broken)
+    monkeypatch.setattr(module, "schema_of", broken)
     writer = TraceWriter(tmp_path, info_of(make_tokens()))
     tokens = step_tokens(1)
 

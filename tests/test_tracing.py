@@ -371,7 +371,7 @@ def test_the_figures_of_a_step_follow_from_its_columns(rule: str) -> None:
 
 
 @pytest.mark.slow
-def test_an_update_that_was_not_taken_leaves_versions_and_policy_as_they_are() -> None:
+def test_there_is_no_policy_after_an_update_that_was_not_taken() -> None:
     layer = {"task": {"name": "helpers_training:Constant"}, "traces": {"after": True}}
     trainer, listener = listened(recording(layer))
     tokens = listener.tokens
@@ -379,8 +379,8 @@ def test_an_update_that_was_not_taken_leaves_versions_and_policy_as_they_are() -
     assert tokens.optimizer_step.unique().tolist() == [0]
     assert not tokens.decision.keep.any()
     assert tokens.after is not None
-    on = tokens.decision.response_mask
-    torch.testing.assert_close(tokens.after.logp[on], tokens.policy.logp[on], rtol=0, atol=1e-5)
+    assert tokens.after.logp.isnan().all()
+    assert tokens.after.log_tail.isnan().all()
 
 
 # What is asked for is what is recorded.
@@ -678,4 +678,4 @@ def test_recording_costs_little() -> None:
         return min(np.diff(marks[:-1]))
 
     without, with_traces = seconds(traces=False), seconds(traces=True)
-    assert with_traces < 1.5 * without + 0.05
+    assert with_traces < 1.3 * without + 0.03

@@ -131,8 +131,8 @@ def _legend(comparison: Comparison) -> list[str]:
         lines.append("There is no step after training began at which every run was evaluated on held-out problems.")
     if any(len(group.runs) > 1 for group in comparison.groups):
         lines += [
-            "± is half the 95 % interval of the mean over seeds (Student's t). Where intervals overlap, these runs do",
-            "not show that the groups differ; and one interval in twenty misses by chance.",
+            "± is half the 95 % interval of the mean over seeds (Student's t); one in twenty misses by chance. Whether",
+            "groups differ is for the intervals of differences to say, where they share seeds.",
         ]
     else:
         lines.append("One run a group: without more seeds nobody can tell a difference from chance.")

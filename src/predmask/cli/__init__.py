@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import io
 import os
@@ -59,7 +60,9 @@ def _run(argv: Sequence[str] | None) -> int:
     if hasattr(args, "rest"):  # the verb takes a configuration (see cli/options.py)
         args.rest = rest
     elif rest:
-        parser.error(f"unknown arguments: {' '.join(rest)}")
+        known = difflib.get_close_matches(rest[0], args.verb._option_string_actions, n=1)
+        hint = f" (did you mean {known[0]}?)" if known else ""
+        args.verb.error(f"unknown arguments: {' '.join(rest)}{hint}")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that has no Ḋ is no error
     try:
@@ -83,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
         module = importlib.import_module(f"predmask.cli.{verb}")
         verb_parser = module.add_parser(subparsers)
         verb_parser.allow_abbrev = False
-        verb_parser.set_defaults(run=module.run)
+        verb_parser.set_defaults(run=module.run, verb=verb_parser)
     return parser
 
 
@@ -118,5 +121,7 @@ def _user_mistakes() -> tuple[type[Exception], ...]:
 
 
 def _fail(message: str) -> int:
-    print(f"predmask: error: {message}", file=sys.stderr)
+    from predmask.analysis.text import visible
+
+    print("\n".join(map(visible, f"predmask: error: {message}".split("\n"))), file=sys.stderr)
     return 2

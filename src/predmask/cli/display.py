@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from predmask.traces.records import DIRECTORY
 from predmask.train.directory import task_name
 from predmask.train.evaluate import Accuracy
 from predmask.train.run import Display, Summary
@@ -119,16 +120,20 @@ def closing_lines(summary: Summary, directory: Path) -> list[str]:
         f"{summary.status:<18} {summary.steps} steps, {summary.optimizer_steps} optimiser steps, "
         f"{summary.seconds:.0f} s",
         f"run directory      {directory}",
-        f"try next           {command()} report {directory}",
-        f"                   {command()} eval {directory}",
     ]
+    next_steps = ["report", "eval"]
+    traced = list((directory / DIRECTORY).glob("tokens-*.parquet"))
+    if traced:
+        size = sum(file.stat().st_size for file in (directory / DIRECTORY).iterdir()) / 1e6
+        lines.append(f"traces             {len(traced)} of {summary.steps} steps, {size:.1f} MB")
+        next_steps = ["report", "show", "replay", "eval"]
+    commands = [f"{verb} {directory}" for verb in next_steps]
     if summary.task == "arithmetic":
-        other = "ppo_clip" if summary.rule == "dppo" else "dppo"
-        lines += [
-            f"                   {command()} train arithmetic --rule {other}",
-            f"                   {command()} train arithmetic-stress --rule none    (without a mask it collapses)",
-        ]
-    return lines
+        commands.append(f"train arithmetic --rule {'ppo_clip' if summary.rule == 'dppo' else 'dppo'}")
+        if summary.rule != "none":
+            commands.append("train arithmetic-stress --rule none    (without a mask it collapses)")
+    heads = ["try next", *[""] * len(commands)]
+    return lines + [f"{head:<18} {command()} {each}" for head, each in zip(heads, commands, strict=False)]
 
 
 def accuracy_lines(accuracy: Accuracy, *, temperature: float) -> list[str]:

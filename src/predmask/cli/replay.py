@@ -101,7 +101,7 @@ def _rules(arguments: Sequence[str], info: TraceInfo) -> list[Rule] | None:
             groups.append([])
         if not groups:
             raise ConfigError(
-                f"{argument!r} belongs to no rule: RUN_DIR comes first, then --rule NAME, then its own --rule.FIELD VALUE"
+                f"{argument!r} belongs to no rule; RUN_DIR comes first, then --rule NAME, then --rule.FIELD VALUE"
             )
         groups[-1].append(argument)
     try:

@@ -18,47 +18,28 @@ from predmask.traces.records import FullRows, SampleTrace, TokenTrace, TraceErro
 from predmask.traces.schema import PLACES, is_list, item_type, sample_schema, token_schema
 
 
-def tokens_to_arrow(tokens: TokenTrace, info: TraceInfo) -> pa.RecordBatch:
-    """The columns of tokens; TraceError where they do not fit the trace's information."""
-    behaviour, policy, decision, full = tokens.behaviour, tokens.policy, tokens.decision, tokens.full
+def schema_of(tokens: TokenTrace, info: TraceInfo) -> pa.Schema:
+    """The columns that these tokens have; TraceError where they do not fit the trace's information."""
+    behaviour, policy = tokens.behaviour, tokens.policy
     if behaviour.top_k != info.top_k or policy.vocabulary_size != info.vocabulary_size:
         raise TraceError(
             f"tokens with K = {behaviour.top_k} and V = {policy.vocabulary_size} do not fit a trace of K = "
             f"{info.top_k} and V = {info.vocabulary_size}"
         )
-    values: dict[str, Tensor | None] = {name: getattr(tokens, name) for name in PLACES}
-    values |= {
-        "id": tokens.id,
-        "advantage": tokens.advantage,
-        "response": decision.response_mask,
-        "support_ids": behaviour.ids,
-        "behaviour_logp": behaviour.logp,
-        "behaviour_log_tail": behaviour.log_tail,
-        "behaviour_log_kth": behaviour.log_kth,
-        "policy_logp": policy.logp,
-        "policy_log_tail": policy.log_tail,
-        "tail_sum_squares": policy.tail_sum_squares,
-        "entropy": policy.entropy,
-        "divergence": decision.divergence,
-        "rate": decision.rate,
-        "outside": decision.outside,
-        "keep": decision.keep,
-        "reason": decision.reason,
-        "weight": decision.weight,
-        "after_logp": None if tokens.after is None else tokens.after.logp,
-        "after_log_tail": None if tokens.after is None else tokens.after.log_tail,
-        "full_behaviour": None if full is None else full.behaviour,
-        "full_policy": None if full is None else full.policy,
-        "full_after": None if full is None else full.after,
-    }
+    schema, columns = token_schema(info), _columns(tokens)
+    present = [field for field in schema if field.name == "run" or columns[field.name] is not None]
+    return pa.schema(present, metadata=schema.metadata)
+
+
+def tokens_to_arrow(tokens: TokenTrace, info: TraceInfo) -> pa.RecordBatch:
+    """Tokens as columns; TraceError for values that no trace can have."""
+    schema, columns = schema_of(tokens, info), _columns(tokens)
     _check_values(tokens, info)
-    schema = token_schema(info)
-    present = [field for field in schema if field.name == "run" or values[field.name] is not None]
-    columns = [
-        _run_column(info, len(tokens)) if field.name == "run" else _column(field, cast("Tensor", values[field.name]))
-        for field in present
+    arrays = [
+        _run_column(info, len(tokens)) if field.name == "run" else _column(field, cast("Tensor", columns[field.name]))
+        for field in schema
     ]
-    return pa.RecordBatch.from_arrays(columns, schema=pa.schema(present, metadata=schema.metadata))
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
 def samples_to_arrow(samples: Sequence[SampleTrace], info: TraceInfo) -> pa.RecordBatch:
@@ -136,6 +117,37 @@ def samples_from_arrow(table: pa.Table, step: int, source: Path) -> list[SampleT
         if row["step"] != step:
             raise TraceError(f"{source} has a response of step {row['step']}")
     return [SampleTrace(**{**row, "prompt": tuple(row["prompt"])}) for row in rows]
+
+
+def _columns(tokens: TokenTrace) -> dict[str, Tensor | None]:
+    """Every column but the run's; None where it was not recorded."""
+    behaviour, policy, decision, full = tokens.behaviour, tokens.policy, tokens.decision, tokens.full
+    columns: dict[str, Tensor | None] = {name: getattr(tokens, name) for name in PLACES}
+    columns |= {
+        "id": tokens.id,
+        "advantage": tokens.advantage,
+        "response": decision.response_mask,
+        "support_ids": behaviour.ids,
+        "behaviour_logp": behaviour.logp,
+        "behaviour_log_tail": behaviour.log_tail,
+        "behaviour_log_kth": behaviour.log_kth,
+        "policy_logp": policy.logp,
+        "policy_log_tail": policy.log_tail,
+        "tail_sum_squares": policy.tail_sum_squares,
+        "entropy": policy.entropy,
+        "divergence": decision.divergence,
+        "rate": decision.rate,
+        "outside": decision.outside,
+        "keep": decision.keep,
+        "reason": decision.reason,
+        "weight": decision.weight,
+        "after_logp": None if tokens.after is None else tokens.after.logp,
+        "after_log_tail": None if tokens.after is None else tokens.after.log_tail,
+        "full_behaviour": None if full is None else full.behaviour,
+        "full_policy": None if full is None else full.policy,
+        "full_after": None if full is None else full.after,
+    }
+    return columns
 
 
 def _check_values(tokens: TokenTrace, info: TraceInfo) -> None:

@@ -125,7 +125,7 @@ def read_info(schema: pa.Schema, source: Path) -> TraceInfo:
         )
     try:
         info = TraceInfo(**found)
-        _check_info(info)
+        check_info(info)
     except (TypeError, ValueError) as error:
         raise _unreadable(source, error) from error
     return info
@@ -149,17 +149,17 @@ def check_schema(schema: pa.Schema, expected: pa.Schema, source: Path) -> None:
             raise TraceError(f"{source}: column {field.name!r} is {kind}; expected {field.type}")
 
 
-def _check_info(info: TraceInfo) -> None:
-    """Raise ValueError for a description that no predmask writes."""
+def check_info(info: TraceInfo) -> None:
+    """Raise TraceError for a description that no trace can have."""
     sizes = info.vocabulary_size, info.top_k
     if any(type(size) is not int for size in sizes) or not 0 <= info.top_k <= info.vocabulary_size < 2**31 - 1:
-        raise ValueError(f"vocabulary_size and top_k are {sizes}")
+        raise TraceError(f"vocabulary_size and top_k are {sizes}; expected whole numbers with 0 <= K <= V")
     if type(info.temperature) is not float or not 0 < info.temperature < math.inf:
-        raise ValueError(f"temperature is {info.temperature!r}")
+        raise TraceError(f"temperature is {info.temperature!r}; expected a number above 0")
     if not isinstance(info.rule, dict) or not isinstance(info.rule.get("name"), str):
-        raise ValueError(f"rule is {info.rule!r}")
+        raise TraceError(f"rule is {info.rule!r}; expected its name and its fields (rule_settings)")
     if not isinstance(info.run, str) or info.run != info.run.encode("utf-8", "replace").decode():
-        raise ValueError(f"run is {info.run!r}")
+        raise TraceError(f"run is {info.run!r}; expected text")
 
 
 def _unreadable(source: Path, error: Exception) -> TraceError:

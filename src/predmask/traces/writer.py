@@ -19,9 +19,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from predmask.traces.columns import samples_to_arrow, tokens_to_arrow
+from predmask.traces.columns import samples_to_arrow, schema_of, tokens_to_arrow
 from predmask.traces.records import SampleTrace, TokenTrace, TraceError, TraceInfo
-from predmask.traces.schema import VOCABULARY, item_type, rows_at_once
+from predmask.traces.schema import VOCABULARY, check_info, item_type, rows_at_once
 
 _QUEUE = 16
 """Batches that may wait for the disk before the caller waits too."""
@@ -45,21 +45,30 @@ class TraceWriter:
         directory = Path(directory)
         if directory.exists() and any(directory.iterdir()):
             raise TraceError(f"{directory} is not empty; a trace needs a directory of its own, nothing is overwritten")
-        directory.mkdir(parents=True, exist_ok=True)
         self.problem: str | None = None
         """Why the trace ended early; None while all is well."""
         # A run is often named after its directory, whose name need not be text.
-        run = info.run.encode("utf-8", "replace").decode()
-        self._info = replace(info, run=run, temperature=float(info.temperature))
+        self._info = replace(
+            info,
+            run=info.run.encode("utf-8", "replace").decode(),
+            temperature=float(info.temperature),
+            vocabulary_size=operator.index(info.vocabulary_size),
+            top_k=operator.index(info.top_k),
+        )
+        check_info(self._info)
+        directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory
         self._max_bytes = max_bytes
         self._spacing = every
-        self._first: int | None = None
+        self._asked: int | None = None
+        """The first step that was asked about."""
         self._sizes: dict[int, int] = {}
         """Bytes of each step that is there."""
         self._step: int | None = None
         """The step that is going on."""
-        self._buffered: list[pa.RecordBatch] = []
+        self._schema: pa.Schema | None = None
+        """The columns of that step."""
+        self._buffered: list[TokenTrace] = []
         self._samples: list[SampleTrace] = []
         self._file: pq.ParquetWriter | None = None
         self._closed = False
@@ -81,8 +90,8 @@ class TraceWriter:
         """Whether this step should be recorded."""
         if self.problem is not None or self._closed:
             return False
-        if self._first is None:
-            self._first = step
+        if self._asked is None:
+            self._asked = step
         return self._regular(step)
 
     def add(self, records: TokenTrace | Sequence[SampleTrace]) -> None:
@@ -141,20 +150,21 @@ class TraceWriter:
         if len(steps) > 1:
             raise TraceError(f"tokens of the steps {sorted(steps)} were added together; commit a step before the next")
         (self._step,) = steps
-        batch = tokens_to_arrow(tokens, self._info)
-        schema = self._file.schema if self._file else self._buffered[0].schema if self._buffered else batch.schema
-        if batch.schema != schema:
-            differing = sorted(set(batch.schema.names) ^ set(schema.names))
+        schema = schema_of(tokens, self._info)
+        expected = self._schema = schema if self._schema is None else self._schema
+        if schema != expected:
+            differing = sorted(set(schema.names) ^ set(expected.names))
             raise TraceError(f"some tokens of step {self._step} have {', '.join(differing)}, and others have not")
-        self._buffered.append(batch)
-        if sum(map(len, self._buffered)) >= rows_at_once(batch.schema):
+        self._buffered.append(tokens)
+        if sum(map(len, self._buffered)) >= rows_at_once(schema):
             self._flush()
 
     def _flush(self) -> None:
         """The buffered tokens as row groups."""
         if not self._buffered:
             return
-        table = pa.Table.from_batches(self._buffered)
+        # Together: a batch of few tokens costs nearly as much as one of many.
+        table = pa.Table.from_batches([tokens_to_arrow(TokenTrace.cat(self._buffered), self._info)])
         self._buffered = []
         if self._file is None:
             floats = [field.name for field in table.schema if pa.types.is_floating(item_type(field.type))]
@@ -168,14 +178,14 @@ class TraceWriter:
         if self._step not in (None, step):
             raise TraceError(f"tokens of step {self._step} were added, and step {step} was committed")
         self._flush()
-        samples, self._samples, self._step = self._samples, [], None
+        samples, self._samples, self._step, self._schema = self._samples, [], None, None
+        if others := {sample.step for sample in samples} - {step}:
+            raise TraceError(f"responses of step {min(others)} were added, and step {step} was committed")
         if self._file is None:
             return
         self._file.close()
         self._file = None
         name = f"tokens-{step:06d}.parquet"
-        if self._first is None:
-            self._first = step
         if not self._regular(step):  # it was begun before the trace was thinned
             self._partial(name).unlink()
             return
@@ -205,7 +215,8 @@ class TraceWriter:
 
     def _regular(self, step: int) -> bool:
         """Whether a step is one of those that the trace keeps at present."""
-        return (step - (self._first or 0)) % self._spacing == 0
+        first = min(self._sizes, default=step if self._asked is None else self._asked)
+        return (step - first) % self._spacing == 0
 
     def _files(self, step: int) -> list[Path]:
         names = (f"tokens-{step:06d}.parquet", f"samples-{step:06d}.parquet")

@@ -90,12 +90,12 @@ def run(config: Config, *, display: Display | None = None, engine: Engine | None
             display.warned(traces.problem)
 
     def finish(status: str) -> Summary:
-        if traces is not None:
-            traces.close()
-            warn()
         summary = _summarise(trainer, status, time.perf_counter() - started, before, last)
         directory.write_summary(asdict(summary))
         directory.write_checkpoint(trainer.model, trainer.tokenizer)
+        if traces is not None:
+            traces.close()
+            warn()
         display.ended(summary, directory.path)
         return summary
 

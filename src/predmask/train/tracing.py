@@ -112,8 +112,10 @@ class MinibatchTrace:
         kept = torch.nonzero(self.of.chosen[batch.sample])[:, 0]
         if not len(kept):
             return
-        index = batch.rollout.token_index(kept)
-        batch = batch.select(kept)
+        index = slice(None)
+        if len(kept) < len(batch.sample):
+            index = batch.rollout.token_index(kept)
+            batch = batch.select(kept)
         rollout = batch.rollout
         sample = batch.sample[rollout.sequence]
         tokens = len(rollout.tokens)
@@ -139,16 +141,23 @@ class MinibatchTrace:
         self.decided.append((batch, trace))
 
     @torch.no_grad()
-    def applied(self) -> None:
-        """The optimiser step was taken: measure the tokens again where that is asked for, and hand them on."""
+    def applied(self, *, moved: bool) -> None:
+        """The update is over: measure the tokens again, where that is asked for, and hand them on."""
         for batch, trace in self.decided:
-            if self.of.settings.after:
-                policy = _cpu(self.of.forward.support(batch.rollout)[1])
-                trace = replace(trace, after=replace(policy, tail_sum_squares=None, entropy=None))
-                if trace.full is not None:
-                    rows = self._rows(batch.rollout, trace.full.behaviour)
-                    trace = replace(trace, full=replace(trace.full, after=rows))
-            self.of.recorder.add(trace)
+            self.of.recorder.add(self._after(batch.rollout, trace, moved) if self.of.settings.after else trace)
+
+    def _after(self, rollout: Rollout, trace: TokenTrace, moved: bool) -> TokenTrace:
+        """With the policy that there is now; NaN where no step was taken to measure it after."""
+        policy, full = trace.policy, trace.full
+        if moved:
+            policy = _cpu(self.of.forward.support(rollout)[1])
+        if full is not None:
+            rows = self._rows(rollout, full.behaviour) if moved else torch.full_like(full.policy, torch.nan)
+            full = replace(full, after=rows)
+        after = PolicySupport(logp=policy.logp, log_tail=policy.log_tail, vocabulary_size=policy.vocabulary_size)
+        if not moved:
+            after = each_tensor(after, lambda values: torch.full_like(values, torch.nan))
+        return replace(trace, after=after, full=full)
 
     @torch.no_grad()
     def _full(self, rollout: Rollout) -> FullRows | None:
@@ -163,9 +172,9 @@ class MinibatchTrace:
         return torch.empty_like(policy.logp).scatter_(-1, everything.ids, policy.logp)
 
 
-def _recorded(record: Any, index: Tensor) -> Any:
+def _recorded(record: Any, index: Tensor | slice) -> Any:
     """The tokens of a record that are traced, outside the graph and on the CPU."""
-    return each_tensor(record, lambda values: values.detach()[index.to(values.device)].cpu())
+    return each_tensor(record, lambda values: values.detach().cpu()[index])
 
 
 def _cpu(policy: PolicySupport) -> PolicySupport:

@@ -140,11 +140,11 @@ class Trainer:
                 metrics = metrics.merge(self._update(minibatch, step, recording))
             except TrainingError:
                 if recorder is not None and recording is not None:  # this update is the one to look at
-                    recording.applied()
+                    recording.applied(moved=False)
                     recorder.commit(step)
                 raise
             if recording is not None:
-                recording.applied()
+                recording.applied(moved=self.version > recording.optimizer_step)
         if recorder is not None:
             recorder.commit(step)
         self.engine.update_weights(self.model, self.version)

@@ -16,7 +16,8 @@ import torch
 
 from predmask.analysis import AnalysisError
 from predmask.analysis.replay.crosstab import Counts, Crosstab
-from predmask.analysis.replay.sweep import Curve, Estimators, EstimatorStudy, Sweep
+from predmask.analysis.replay.estimators import Estimators, EstimatorStudy
+from predmask.analysis.replay.sweep import Curve, Sweep
 from predmask.core import RULES, MaskDecision, Predictive, Rule
 from predmask.traces import TokenTrace, Trace, TraceError, TraceInfo, rule_settings
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from predmask.analysis.replay import Replay
-from predmask.analysis.replay.sweep import Estimators
+from predmask.analysis.replay.estimators import Estimators
 from predmask.plotting import COLOURS, canvas
 
 # Lines differ in style and marker, too.

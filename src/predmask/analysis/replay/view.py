@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from predmask.analysis.replay.decisions import Replay
-from predmask.analysis.replay.sweep import Estimators
+from predmask.analysis.replay.estimators import Estimators
 from predmask.analysis.text import percent, rule_text
 
 _TITLES = {
@@ -104,10 +104,8 @@ def _estimators(found: Estimators | None) -> Iterator[str]:
         )
         return
     yield f"\nEstimator error against K, divergence {found.divergence}, {found.tokens:,} tokens"
-    yield (
-        f"error: mean |rate - full rate|; D > {found.delta:g} and all: right signs, of the {found.outside:,} tokens "
-        "outside and of all"
-    )
+    yield "D seen: share of the full divergence; error: mean |rate - full rate|; right signs:"
+    yield f"of the {found.outside:,} tokens outside (D > {found.delta:g}) and of all"
     if found.unknown:
         yield f"left out, since a distribution is not finite or does not sum to 1: {found.unknown:,} tokens"
     if not found.rows:
