@@ -28,11 +28,13 @@ VOCABULARY, TOP_K, STEPS, CHUNK, LENGTH = 64, 20, 20, 20_000, 100
 RULE = Predictive(delta=0.05)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Cost:
     """Of one report."""
 
     seconds: float
+    cpu_seconds: float
+    """Of all its threads; unlike `seconds`, whatever else the machine does."""
     peak_bytes: int
     """Resident memory."""
     page_bytes: int
@@ -59,7 +61,12 @@ def measure(directory: Path) -> Cost:
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, command)
     unit = 1 if sys.platform == "darwin" else 1024
-    return Cost(time.perf_counter() - start, usage.ru_maxrss * unit, page.stat().st_size)
+    return Cost(
+        seconds=time.perf_counter() - start,
+        cpu_seconds=usage.ru_utime + usage.ru_stime,
+        peak_bytes=usage.ru_maxrss * unit,
+        page_bytes=page.stat().st_size,
+    )
 
 
 def main() -> None:

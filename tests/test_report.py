@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import re
 import sys
 from dataclasses import replace
@@ -13,14 +14,16 @@ import pytest
 import torch
 
 from helpers_browser import look, print_pdf
-from helpers_traces import make_tokens, make_trace
+from helpers_traces import make_samples, make_tokens, make_trace
 from predmask.analysis import AnalysisError
 from predmask.analysis.report import report, write_report
 from predmask.analysis.report.curves import thinned
-from predmask.analysis.report.digest import UNREAD
+from predmask.analysis.report.digest import UNREAD, StepDigest, digest
+from predmask.analysis.report.markup import render
+from predmask.analysis.report.tokens import mask_section
 from predmask.analysis.runs import read_run
 from predmask.cli import main
-from predmask.core import IcePop, PPOClip, Predictive, Reason
+from predmask.core import DPPO, IcePop, PPOClip, Predictive, Reason
 from predmask.traces import TokenTrace, TraceInfo, TraceWriter, rule_settings
 
 HOSTILE = (
@@ -32,6 +35,7 @@ HOSTILE = (
     "&lt;i&gt; &amp;",
     "\u202emirrored\u0000\x1b[31m",
     "a\nb",
+    "",
 )
 CONFIG = """\
 model = "embedded"
@@ -55,7 +59,7 @@ def metrics(step, **changes):
     """A line of metrics.jsonl."""
     figures = {
         "reward": 0.2 + 0.01 * step,
-        "accuracy": 0.3,
+        "accuracy": 0.2 + 0.01 * step,
         "mask_frac": 0.02,
         "mask_frac_pos": 0.015,
         "mask_frac_neg": 0.005,
@@ -129,13 +133,13 @@ def page(run):
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory):
     """A run whose every text is hostile."""
-    directory = tmp_path_factory.mktemp("runs") / "<img src=x>&\"'"
-    bad = json.dumps(HOSTILE[0] + HOSTILE[2] + HOSTILE[4])
+    directory = tmp_path_factory.mktemp("runs") / "<img src=x>&\"'\x1b]0;title\x07"
+    bad = json.dumps(HOSTILE[0] + HOSTILE[2] + HOSTILE[4] + HOSTILE[6])
     config = CONFIG.replace('"embedded"', bad).replace('"fp8"', bad) + f"{bad} = {bad}\n"
     texts = {i: HOSTILE[i % len(HOSTILE)] for i in range(12)}
     run = make_run(directory, config=config, texts=texts)
-    (directory / "versions.json").write_text(json.dumps({HOSTILE[0]: HOSTILE[1]}))
-    (directory / "summary.json").write_text(json.dumps({"status": "failed: " + HOSTILE[3], "seconds": 1.0}))
+    (directory / "versions.json").write_text(json.dumps({HOSTILE[0] + "\x07": HOSTILE[1] + "\x07\ud800"}))
+    (directory / "summary.json").write_text(json.dumps({"status": "failed: " + HOSTILE[3] + "\x1b", "seconds": 1.0}))
     return report(read_run(run.path))
 
 
@@ -147,8 +151,12 @@ def test_hostile_text_stays_text(page, hostile):
         assert re.sub(r"\s+", " ", text) in parsed.text
     assert "<img src=x>&\"'" in parsed.text
     # Characters that act on the page are spelled out.
-    assert not set("\u202e\x00\x1b") & set(hostile)
+    assert all(sign == "\n" or sign.isprintable() for sign in hostile)
     assert "\\u202emirrored\\x00\\x1b[31m" in parsed.text
+    assert parsed.text.count("<img src=x>&\"'\\x1b]0;title\\x07") == 3  # title, heading, command
+    # A token without a text is shown as its id.
+    assert "⟨8⟩" in parsed.text
+    assert not re.search(r"<(code|span)[^>]*></", hostile)
 
 
 def test_nothing_comes_from_elsewhere(page, hostile):
@@ -199,7 +207,7 @@ def test_headline_of_a_run(page):
     text = Page(page).text
     assert "25.0% → 75.0%" in text
     assert "greedy 10.0% → 80.0%" in text
-    assert "Masked tokens2.00%A > 0: 1.50%, A < 0: 0.50%; mean over steps" in text
+    assert "Masked tokens2.00%of known response tokens, mean over steps; A > 0: 1.50%, A < 0: 0.50%" in text
     assert "KL(mu‖pi)0.002" in text
     assert "Mismatch of engine and trainer0.0001" in text
     assert "Unknown log-probs6tokens; 3 overflows" in text
@@ -215,8 +223,8 @@ def test_headline_of_a_trace_alone_equals_numpy(tmp_path):
     reason = tokens.decision.reason.numpy()
     positive, negative = ((reason == each).mean() for each in (Reason.DROPPED_POSITIVE, Reason.DROPPED_NEGATIVE))
     assert (
-        f"Masked tokens{positive + negative:.2%}A > 0: {positive:.2%}, A < 0: {negative:.2%}; all recorded tokens"
-        in text
+        f"Masked tokens{positive + negative:.2%}of known response tokens, all recorded tokens; "
+        f"A > 0: {positive:.2%}, A < 0: {negative:.2%}" in text
     )
     for each in Reason:
         assert f"{(reason == each).sum():,}{(reason == each).mean():.2%}" in text
@@ -226,6 +234,7 @@ def test_headline_of_a_trace_alone_equals_numpy(tmp_path):
         f"Dropped most often: t{most} (id {most}), {counts.max()} of {counts.sum()} ({counts.max() / counts.sum():.0%})"
         in text
     )
+    assert "Share: of all 600 known response tokens of the trace together." in text
     assert "Configuration" not in text
 
 
@@ -246,9 +255,12 @@ def test_a_mask_that_hits_one_id(tmp_path):
         writer.commit(1)
     text = Page(report(read_run(tmp_path / "t"))).text
     found, occurs = int(tokens.id[10]), int((tokens.id == tokens.id[10]).sum())
-    assert "Masked tokens2.00%A > 0: 2.00%, A < 0: 0.00%" in text
+    assert "Masked tokens2.00%of known response tokens, all recorded tokens; A > 0: 2.00%, A < 0: 0.00%" in text
+    # This mask drops inside the region of the rule that measured.
+    assert "Dropped tokens, and those kept outside" in text
+    assert "In all, kept outside: 0; dropped, A > 0: 2; dropped, A < 0: 0." in text
     assert f"Dropped most often: ⟨{found}⟩ (id {found}), 2 of 2 (100%), 2 of them with A > 0 and 0 with A < 0" in text
-    assert f"⟨{found}⟩{found}2100.0%20{occurs}{2 / occurs:.2%}" in text
+    assert f"⟨{found}⟩{found}2100.0%20{2 / occurs:.2%}" in text
 
 
 def test_a_response_is_marked_by_reason(run, page):
@@ -270,7 +282,7 @@ def test_a_response_is_marked_by_reason(run, page):
 
 def test_a_long_response_is_shown_where_it_is_dropped(tmp_path):
     make_trace(tmp_path / "t", Predictive(delta=0.5), steps=1, tokens=2000, length=2000, noise=0.1)
-    make_trace(tmp_path / "u", Predictive(delta=0.5), steps=1, tokens=500, length=500, noise=1.0)
+    make_trace(tmp_path / "u", Predictive(delta=0.1), steps=1, tokens=500, length=500, noise=1.0)
     calm, wild = (TokenTrace.cat(list(read_run(tmp_path / name).need_trace().tokens())) for name in "tu")
     wild = replace(wild, sample=calm.sample[:500], position=torch.arange(1500, 2000), advantage=wild.advantage)
     info = read_run(tmp_path / "t").need_trace().info
@@ -283,6 +295,9 @@ def test_a_long_response_is_shown_where_it_is_dropped(tmp_path):
     assert last - first == 599
     assert 1200 < first <= 1500
     assert len(re.findall("title=", page)) == 600
+    dropped = len(re.findall('class="dropped-[a-z]*" title=', page))
+    assert dropped > 60
+    assert f"Dropped tokens above: the first 60 of {dropped}" in page
 
 
 def test_without_a_trace(tmp_path):
@@ -320,6 +335,8 @@ def test_a_rule_of_another_version(tmp_path):
     text = Page(report(read_run(tmp_path / "t"))).text
     assert "<new> (x <y>)" in text
     assert "this run" not in text
+    assert "this version of predmask does not know it" in text
+    assert "has no threshold" not in text
 
 
 def test_a_run_that_was_killed(tmp_path):
@@ -330,7 +347,17 @@ def test_a_run_that_was_killed(tmp_path):
     assert "unfinished" in text
     assert "0 of 3" in text
     (run.path / "metrics.jsonl").write_text("")
-    assert "No step was completed yet" in report(read_run(run.path))
+    assert "none was completed yet" in report(read_run(run.path))
+
+
+def test_a_run_whose_metrics_are_lost(tmp_path):
+    run = make_run(tmp_path / "run", trace=False)
+    (run.path / "metrics.jsonl").unlink()
+    text = Page(report(read_run(run.path))).text
+    assert "stepsunknown of 3statusfinished" in text
+    assert "or the file is lost" in text
+    (run.path / "summary.json").write_text('{"status": "finished", "steps": 3}')
+    assert "steps3 of 3statusfinished" in Page(report(read_run(run.path))).text
 
 
 def test_figures_that_are_not_finite_are_counted(tmp_path):
@@ -345,20 +372,123 @@ def test_one_step(tmp_path):
     assert "one step" in report(make_run(tmp_path / "run", [metrics(1)], trace=False))
 
 
+def rows(page, title):
+    """The numbers of the figure with that title."""
+    each = next(each for each in re.findall(r"<figure>.*?</figure>", page, re.DOTALL) if f"<h3>{title}</h3>" in each)
+    found = re.findall(r"<tr>(.*?)</tr>", each, re.DOTALL)
+    return Page(each).text, [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in found]
+
+
 def test_a_long_run_stays_small(tmp_path):
     generator = np.random.default_rng(0)
     lines = [metrics(step, entropy=generator.random(), mask_frac_pos=generator.random()) for step in range(1, 5001)]
     text = report(make_run(tmp_path / "run", lines, trace=False))
     assert len(text) < 1e6
-    assert "a point is the mean of 17 neighbouring steps" in text
+    caption, table = rows(text, "Entropy")
+    assert "A point is the mean of 17 neighbouring steps." in caption
+    assert table[1] == ["1 to 17", f"{np.mean([line['entropy'] for line in lines[:17]]):.3g}"]
+
+
+def test_the_numbers_of_a_figure_are_those_that_are_drawn(tmp_path):
+    """As many rows as points: steps of their own, or what neighbouring steps come to."""
+    lines = [metrics(step, reward=step % 2, staleness_max=step % 5) for step in range(1, 101)]
+    caption, table = rows(report(make_run(tmp_path / "a", lines, trace=False)), "Reward and accuracy")
+    assert "A point is" not in caption
+    assert table[1:3] == [["1", "1", "0.21"], ["2", "0", "0.22"]]
+    assert len(table) == 101
+    lines = [metrics(step, reward=step % 2, staleness_max=step % 5) for step in range(1, 601)]
+    lines[9]["heldout"] = {"sampled": 0.5}
+    page = report(make_run(tmp_path / "b", lines, trace=False))
+    caption, table = rows(page, "Reward and accuracy")
+    assert "A point is the mean of 2 neighbouring steps." in caption
+    assert len(table) == 301
+    assert table[5] == ["9 to 10", "0.5", f"{0.2 + 0.095:.3g}", "0.5"]
+    caption, table = rows(page, "Staleness")
+    assert "A point is the mean of 2 neighbouring steps, of 'largest' their largest value." in caption
+    assert [row[2] for row in table[1:4]] == ["2", "4", "1"]
+    assert rows(page, "Masked tokens by sign")[1][1] == ["1 to 2", "1.50%", "0.50%"]
+
+
+def test_bars_of_many_steps_say_what_they_stand_for(tmp_path):
+    trace = make_trace(tmp_path, steps=1)
+    found = digest(trace)
+    for step in range(1, 602):
+        reasons = torch.zeros(len(Reason), dtype=torch.int64)
+        reasons[Reason.DROPPED_POSITIVE], reasons[Reason.KEPT_INSIDE] = step % 3, 10 - step % 3
+        found.steps[step] = StepDigest(reasons=reasons, known=10)
+    caption, table = rows(render(mask_section(trace, found)), "Dropped tokens, and those kept outside")
+    assert "A point is the mean of 3 neighbouring steps." in caption
+    assert table[1] == ["1 to 3", "0.00%", "10.00%", "0.00%"]
+    assert table[-1] == ["601", "0.00%", "10.00%", "0.00%"]
+
+
+def test_lines_that_hide_each_other_are_one(tmp_path):
+    text = report(make_run(tmp_path / "a", [metrics(step) for step in range(1, 4)], trace=False))
+    assert "reward and accuracy, training (equal)" in text
+    assert "mean and largest" not in text
+    other = report(make_run(tmp_path / "b", [metrics(step, reward=0.1) for step in range(1, 4)], trace=False))
+    assert "equal)" not in other
 
 
 def test_thinning():
     curve = [(step, float(step)) for step in range(1, 11)]
-    assert thinned(curve, 10) == curve
-    assert thinned(curve, 5) == [(2, 1.5), (4, 3.5), (6, 5.5), (8, 7.5), (10, 9.5)]
-    assert thinned(curve, 4) == [(3, 2.0), (6, 5.0), (9, 8.0), (10, 10.0)]
-    assert thinned([]) == []
+
+    def means(most):
+        return [(row.name, row.values["a"]) for row in thinned({"a": curve}, most)]
+
+    assert means(10) == [(str(step), value) for step, value in curve]
+    assert means(5) == [("1 to 2", 1.5), ("3 to 4", 3.5), ("5 to 6", 5.5), ("7 to 8", 7.5), ("9 to 10", 9.5)]
+    assert means(4) == [("1 to 3", 2.0), ("4 to 6", 5.0), ("7 to 9", 8.0), ("10", 10.0)]
+    assert thinned({}) == []
+    # Figures of few steps, maxima, and values that are not finite.
+    curves = {"a": curve, "b": [(4, 7.0)], "c_max": curve, "d": [(1, 1.0), (2, math.nan), (7, math.inf)]}
+    assert [dict(row.values) for row in thinned(curves, 3)] == [
+        {"a": 2.5, "b": 7.0, "c_max": 4.0, "d": 1.0},
+        {"a": 6.5, "c_max": 8.0, "d": math.inf},
+        {"a": 9.5, "c_max": 10.0},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rule", "exact", "bound"),
+    [
+        (DPPO(support="binary", delta=0.05), {"ppo_clip", "dppo"}, {"predictive"}),
+        (DPPO(delta=0.05), {"ppo_clip"}, {"dppo", "predictive"}),
+        (IcePop(), {"ppo_clip", "icepop"}, {"dppo", "predictive"}),
+    ],
+)
+def test_what_a_border_means_is_said_of_each_rule(tmp_path, rule, exact, bound):
+    make_trace(tmp_path, rule, tokens=100)
+    page = report(read_run(tmp_path))
+    figures = re.findall(r"<figure>\s*<h3>([^<]*)</h3>.*?<figcaption>(.*?)</figcaption>", page, re.DOTALL)
+    captions = {title.removesuffix(" (this run)"): caption for title, caption in figures}
+    assert {name for name, caption in captions.items() if "The border is exact" in caption} == exact
+    assert {name for name, caption in captions.items() if "top-K divergence is at least that" in caption} == bound
+    assert [name for name, caption in captions.items() if "either sign may be dropped" in caption] == ["predictive"]
+    assert page.count("top-K divergence") == len(bound)
+
+
+def test_a_response_of_several_epochs(tmp_path):
+    first, second = make_tokens(), make_tokens(Predictive(delta=1e9))
+    tokens = TokenTrace.cat([first, replace(second, epoch=torch.ones_like(second.epoch))])
+    info = TraceInfo(run="r", rule=rule_settings(Predictive(delta=0.05)), vocabulary_size=12, top_k=4)
+    with TraceWriter(tmp_path / "t", info) as writer:
+        writer.add([replace(sample, reward=math.nan) for sample in make_samples(first)])
+        writer.add(tokens)
+        writer.commit(1)
+    text = Page(report(read_run(tmp_path / "t"))).text
+    counts = [int(first.decision.dropped[first.sample == sample].sum()) for sample in range(6)]
+    place = counts.index(max(counts))
+    assert f"Step 1, sample {place}, epoch 0: {max(counts)} of 10 tokens dropped, and no response of this step" in text
+    assert f"--step 1 --sample {place} --epoch 0" in text
+    assert f"Not scored, right answer {place}." in text
+
+
+def test_a_directory_whose_name_is_no_text(tmp_path):
+    run = replace(make_run(tmp_path / "run", trace=False), path=Path("run\udcff"))
+    page = report(run)
+    assert page.encode()
+    assert "run\\udcff" in page
 
 
 def test_the_same_run_makes_the_same_page(run, page):
@@ -376,6 +506,18 @@ def test_command(tmp_path, capsys, monkeypatch):
     assert (tmp_path / "other page.html").read_text() == page.read_text()
     assert "no web browser could be started" in capsys.readouterr().err
     assert opened == [(tmp_path / "other page.html").as_uri()]
+
+
+def test_a_long_trace_says_that_it_is_read(tmp_path, capsys, monkeypatch):
+    make_run(tmp_path / "run")
+    assert main(["report", str(tmp_path / "run")]) == 0
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("predmask.cli.report._MANY", 500)
+    assert main(["report", str(tmp_path / "run")]) == 0
+    assert capsys.readouterr().err == "reading 600 tokens\n"
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert main(["report", str(tmp_path / "run")]) == 0
+    assert "/600 [" in capsys.readouterr().err
 
 
 def test_mistakes(tmp_path, capsys, monkeypatch):
@@ -396,6 +538,7 @@ def test_mistakes(tmp_path, capsys, monkeypatch):
 
 
 QUESTION = """
+for (const each of document.querySelectorAll("details")) each.open = true;
 const figures = [...document.querySelectorAll("figure")];
 const texts = [...document.querySelectorAll("svg text")];
 const root = document.documentElement;
@@ -412,6 +555,8 @@ return {
   width: root.scrollWidth,
   room: root.clientWidth,
   scripts: document.scripts.length,
+  cut: [...document.querySelectorAll(".scroll")].filter((each) => each.scrollWidth > each.clientWidth)
+    .map((each) => each.textContent),
 };
 """
 FIGURES = [
@@ -422,7 +567,7 @@ FIGURES = [
     "Entropy",
     "Staleness",
     "Response length",
-    "Tokens outside the trust region",
+    "Dropped tokens, and those kept outside",
     "How far tokens are",
     "ppo_clip",
     "dppo",
@@ -442,6 +587,59 @@ def test_in_a_browser(page, width):
     assert found.answer["letters"] > 9
     assert found.answer["outside"] == []
     assert found.answer["width"] == found.answer["room"] <= width
+    assert found.answer["cut"] == []
+
+
+CODE = ("def", " f", "(", "x", "):\n", "    ", "return", " x", "\n", "\n\n", " internationalisation" * 3, "x" * 300)
+TOKENS = """
+for (const each of document.querySelectorAll("details")) each.open = true;
+const box = document.querySelector(".tokens").getBoundingClientRect();
+const cut = (each) => each.scrollWidth > each.clientWidth;
+return {
+  cut: [...document.querySelectorAll(".scroll, .tokens")].filter(cut).map((each) => each.textContent),
+  spans: [...document.querySelectorAll(".tokens span")].map((each) => {
+    const seen = each.getBoundingClientRect();
+    return [each.textContent, seen.left - box.left, seen.top - box.top, seen.width, seen.height];
+  }),
+  width: document.documentElement.scrollWidth,
+  line: parseFloat(getComputedStyle(document.querySelector(".tokens span")).lineHeight),
+};
+"""
+
+
+@pytest.fixture(scope="module")
+def coder(tmp_path_factory):
+    """A page on tokens of code in a large vocabulary, many of which are dropped."""
+    tokens = make_tokens(tokens=40_000, length=400, noise=1.0)
+    ids = torch.where(tokens.behaviour.ids < 0, -1, tokens.behaviour.ids + 151_000)
+    tokens = replace(
+        tokens,
+        behaviour=replace(tokens.behaviour, ids=ids),
+        policy=replace(tokens.policy, vocabulary_size=151_936),
+    )
+    directory = tmp_path_factory.mktemp("coder")
+    info = TraceInfo(run="r", rule=rule_settings(Predictive(delta=0.05)), vocabulary_size=151_936, top_k=4)
+    with TraceWriter(directory, info) as writer:
+        writer.write_vocabulary({151_000 + place: text for place, text in enumerate(CODE)})
+        writer.add(tokens)
+        writer.commit(1)
+    return report(read_run(directory))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [390, 1280])
+def test_tables_and_tokens_fit(coder, width):
+    """Large numbers and long tokens are not cut off; only a token that is longer than a line is broken over lines."""
+    found = look(coder, TOKENS, width=width).answer
+    assert found["width"] <= width
+    assert found["cut"] == []
+    assert len(found["spans"]) == 400
+    for (text, _, top, wide, tall), (_, left, below, _, _) in itertools.pairwise(found["spans"]):
+        assert wide < width
+        assert (tall > 1.9 * found["line"]) == (len(text) > (50 if width == 390 else 150))
+        if "⏎" in text:
+            assert below > top
+            assert left < 20
 
 
 @pytest.mark.slow
@@ -485,6 +683,6 @@ def test_time_and_memory(tmp_path):
         sys.path.pop(0)
     make_long_trace(tmp_path, 200_000)
     cost = measure(tmp_path)
-    assert cost.seconds < 30
-    assert cost.peak_bytes < 1.2e9
+    assert cost.cpu_seconds < 8
+    assert cost.peak_bytes < 1e9
     assert cost.page_bytes < 3e6

@@ -131,27 +131,53 @@ def test_tokens_are_shown_in_the_order_of_their_positions(tmp_path: Path) -> Non
     assert torch.equal(response.tokens.id, tokens.id[10:20])
 
 
-def test_the_last_epoch_is_shown_unless_another_is_asked_for(tmp_path: Path) -> None:
+def test_the_epoch_with_most_dropped_tokens_is_shown_unless_another_is_asked_for(tmp_path: Path) -> None:
     first, second = make_tokens(seed=1), make_tokens(seed=2)
     second = replace(second, epoch=torch.ones_like(second.epoch))
     # The second pass has not reached sample 5.
     trace = write(tmp_path, TokenTrace.cat([first, second[second.sample < 5]]))
-    latest, earlier = find_response(trace, sample=2), find_response(trace, sample=2, epoch=0)
-    assert torch.equal(latest.tokens.id, second.id[20:30])
-    assert torch.equal(earlier.tokens.id, first.id[20:30])
-    assert "epoch 1 (recorded: 0 to 1)" in text(latest, colour=False)
+    dropped = {
+        (sample, epoch): int(tokens.decision.dropped[tokens.sample == sample].sum())
+        for epoch, tokens in enumerate((first, second))
+        for sample in range(6 - epoch)
+    }
+    for epoch, tokens in enumerate((first, second)):
+        response = find_response(trace, sample=2, epoch=epoch)
+        assert torch.equal(response.tokens.id, tokens.id[20:30])
+        assert f"epoch {epoch} (recorded: 0 to 1)" in text(response, colour=False)
+        best = find_response(trace, epoch=epoch)
+        assert best.epoch == epoch
+        assert dropped[best.sample, epoch] == max(count for place, count in dropped.items() if place[1] == epoch)
+    for sample in range(5):
+        one, other = dropped[sample, 0], dropped[sample, 1]
+        assert find_response(trace, sample=sample).epoch == int(other > one)
+    assert {find_response(trace, sample=sample).epoch for sample in range(5)} == {0, 1}
     assert find_response(trace, sample=5).epoch == 0
-    before, after = (
-        [int(tokens.decision.dropped[tokens.sample == sample].sum()) for sample in range(6)]
-        for tokens in (first, second)
-    )
-    assert find_response(trace, epoch=0).sample == before.index(max(before))
-    after[5] = before[5]
-    assert find_response(trace).sample == after.index(max(after)) != before.index(max(before))
+    response = find_response(trace)
+    assert dropped[response.sample, response.epoch] == max(dropped.values())
     with pytest.raises(AnalysisError, match="epoch 1 was not recorded; sample 5 of step 1 has epochs 0"):
         find_response(trace, sample=5, epoch=1)
     with pytest.raises(AnalysisError, match="epoch 7 was not recorded"):
         find_response(trace, epoch=7)
+
+
+def test_what_is_said_of_a_step_holds_for_all_of_its_epochs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Tokens are dropped in the first pass, and none in the second."""
+    first, second = make_tokens(), make_tokens(Predictive(delta=1e9))
+    assert first.decision.dropped.any()
+    write(tmp_path, TokenTrace.cat([first, replace(second, epoch=torch.ones_like(second.epoch))]))
+
+    def shown(*arguments: str) -> str:
+        assert main(["show", str(tmp_path), *arguments]) == 0
+        return capsys.readouterr().out
+
+    counts = [int(first.decision.dropped[first.sample == sample].sum()) for sample in range(6)]
+    whole = shown()
+    assert f"Of step 1, sample {counts.index(max(counts))} has the most dropped tokens." in whole
+    assert f"{max(counts)} dropped" in whole
+    assert "epoch 0 (recorded: 0 to 1)" in whole
+    assert "Of step 1, epoch 0, sample" in shown("--epoch", "0")
+    assert "No token of step 1, epoch 1 was dropped; this is its first response." in shown("--epoch", "1")
 
 
 def test_what_was_not_recorded_is_said(tmp_path: Path) -> None:

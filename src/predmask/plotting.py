@@ -11,6 +11,8 @@ from typing import Any
 BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
 COLOURS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY)
 """The palette of Okabe and Ito (2008)."""
+RC: dict[Any, Any] = {"svg.hashsalt": "predmask", "font.size": 9}
+"""Matplotlib's settings: the same data draws the same file, whose text is readable at its own size."""
 _FORMATS = (".svg", ".png")
 
 
@@ -37,7 +39,7 @@ def canvas(path: Path, width: float, height: float) -> Iterator[Any]:
     import matplotlib
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context({"svg.hashsalt": "predmask", "font.size": 9}):
+    with matplotlib.rc_context(RC):
         figure = Figure(figsize=(width, height), layout="constrained")
         yield figure
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, facecolor="white", dpi=150)

@@ -83,7 +83,9 @@ class Response:
 def find_response(
     trace: Trace, *, step: int | None = None, sample: int | None = None, epoch: int | None = None
 ) -> Response:
-    """A response of a trace: by default of the last step, the one with most dropped tokens, in its last pass.
+    """A response of a trace, in one pass: by default of the last step, the one with most dropped tokens.
+
+    Of those that a `sample` and an `epoch` leave; the first of equals.
 
     Raises TraceError for a step that was not recorded, AnalysisError for such a sample or epoch.
     """
@@ -97,17 +99,15 @@ def find_response(
         epochs.setdefault(number, []).append(passed)
     if not epochs:
         raise AnalysisError(f"step {step} has no tokens")
-    if sample is None:
-        places = [(number, epoch if epoch is not None else passed[-1]) for number, passed in epochs.items()]
-        # Counter gives 0 for a place that does not exist; the first of equals is chosen.
-        sample = max(places, key=lambda place: dropped[place])[0]
-    if sample not in epochs:
+    if sample is not None and sample not in epochs:
         raise AnalysisError(f"sample {sample} was not recorded; step {step} has samples {ranges(list(epochs))}")
-    epoch = epochs[sample][-1] if epoch is None else epoch
-    if epoch not in epochs[sample]:
-        raise AnalysisError(
-            f"epoch {epoch} was not recorded; sample {sample} of step {step} has epochs {ranges(epochs[sample])}"
-        )
+    places = sorted(place for place in dropped if sample in (None, place[0]) and epoch in (None, place[1]))
+    if not places:
+        of, passes = f"step {step}", sorted({place[1] for place in dropped})
+        if sample is not None:
+            of, passes = f"sample {sample} of {of}", epochs[sample]
+        raise AnalysisError(f"epoch {epoch} was not recorded; {of} has epochs {ranges(passes)}")
+    sample, epoch = max(places, key=lambda place: dropped[place])
     parts = [
         chunk[(chunk.sample == sample) & (chunk.epoch == epoch)] for chunk in trace.tokens([step], without=_UNREAD)
     ]

@@ -20,6 +20,8 @@ examples:
   predmask report runs/... --open             write runs/.../report.html and show it
   predmask report traces/ --output run.html   a trace of your own trainer (predmask.traces)
 """
+_MANY = 500_000
+"""Tokens of a trace that take seconds to read."""
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -39,37 +41,19 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Write the page, and say where it is."""
+    from tqdm import tqdm
+
     from predmask.analysis.report import write_report
     from predmask.analysis.runs import read_run
 
     found = read_run(args.run_dir)
     path = args.output or found.path / "report.html"
-    progress = _Progress(found.trace.size if found.trace is not None else 0)
-    write_report(found, path, progress)
-    progress.close()
+    tokens = 0 if found.trace is None else found.trace.size
+    with tqdm(total=tokens, unit="token", unit_scale=True, leave=False, disable=None) as bar:
+        if bar.disable and tokens > _MANY:
+            print(f"reading {tokens:,} tokens", file=sys.stderr, flush=True)
+        write_report(found, path, bar.update)
     print(path)
     if args.open and not webbrowser.open(path.absolute().as_uri()):
         print(f"no web browser could be started; open {path} in one", file=sys.stderr)
     return 0
-
-
-class _Progress:
-    """How much of the trace is read: a line that changes on a terminal, else one a quarter."""
-
-    def __init__(self, tokens: int) -> None:
-        self._tokens = tokens
-        self._terminal = sys.stderr.isatty()
-        self._quarters = 0
-
-    def __call__(self, read: int) -> None:
-        """Show it."""
-        if self._terminal:
-            print(f"\rreading the trace: {read / self._tokens:4.0%}", end="", file=sys.stderr, flush=True)
-        elif self._tokens >= 500_000 and 4 * read // self._tokens > self._quarters:
-            self._quarters = 4 * read // self._tokens
-            print(f"reading the trace: {read:,} of {self._tokens:,} tokens", file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        """Leave an empty line to what follows."""
-        if self._terminal:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)

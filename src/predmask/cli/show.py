@@ -32,7 +32,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("run_dir", metavar="RUN_DIR", help="the directory of a run with a trace, such as runs/...")
     parser.add_argument("--step", type=int, help="default: the last one recorded")
     parser.add_argument("--sample", type=int, help="the response's number (default: the one with most dropped tokens)")
-    parser.add_argument("--epoch", type=int, help="pass over the rollout, from 0 (default: the last one)")
+    parser.add_argument("--epoch", type=int, help="pass over the rollout, from 0 (default: as --sample)")
     parser.add_argument("--table", action="store_true", help="also a line a token: probabilities, divergence, rate")
     parser.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="default: auto")
     return parser
@@ -46,10 +46,11 @@ def run(args: argparse.Namespace) -> int:
     trace = read_run(args.run_dir).need_trace()
     response = find_response(trace, step=args.step, sample=args.sample, epoch=args.epoch)
     if args.sample is None:
+        which = f"step {response.step}" + ("" if args.epoch is None else f", epoch {args.epoch}")
         if response.tokens.decision.dropped.any():
-            print(f"Of step {response.step}, sample {response.sample} has the most dropped tokens.\n")
+            print(f"Of {which}, sample {response.sample} has the most dropped tokens.\n")
         else:
-            print(f"No token of step {response.step} was dropped; this is its first response.\n")
+            print(f"No token of {which} was dropped; this is its first response.\n")
     print(text(response, colour=_colour(args.color), width=shutil.get_terminal_size((100, 24)).columns))
     if args.table:
         print("\n" + table(response))

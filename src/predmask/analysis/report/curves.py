@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from predmask.analysis.report.digest import Digest
@@ -14,7 +15,24 @@ Points = dict[str, list[tuple[int, float]]]
 """(step, value) of each figure, by its name in docs/method.md."""
 
 MOST_POINTS = 300
-"""Of longer runs, neighbouring steps are drawn as one point."""
+"""Of longer runs, neighbouring steps are one point of a line, and one row of its table."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """The figures of a step, or of neighbouring steps together."""
+
+    first: int
+    last: int
+    together: int
+    """Steps that have figures, from `first` to `last`."""
+    values: Mapping[str, float]
+    """By their names; absent where no step has one."""
+
+    @property
+    def name(self) -> str:
+        """Which steps."""
+        return f"{self.first} to {self.last}" if self.together > 1 else f"{self.last}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,13 +73,14 @@ CHARTS = (
     ),
     Chart(
         title="Masked tokens by sign",
-        unit="% of response tokens",
+        unit="% of known response tokens",
         lines=(
             Line(figure="mask_frac_pos", label="A > 0", style="blue"),
             Line(figure="mask_frac_neg", label="A < 0", style="vermillion"),
         ),
-        note="Healthy: a few percent at most, without a trend. A share that climbs says that the policy leaves the "
-        "rollouts behind faster than new ones come; one sign alone often means a few token ids.",
+        note="Healthy: a few percent at most, without a trend (0, where the rule drops nothing). A share that climbs "
+        "says that the policy leaves the rollouts behind faster than new ones come; one sign alone often means a few "
+        "token ids.",
         percent=True,
     ),
     Chart(
@@ -71,8 +90,8 @@ CHARTS = (
             Line(figure="divergence_kept_mean", label="kept", style="green"),
             Line(figure="divergence_masked_mean", label="masked", style="vermillion"),
         ),
-        note="The rule's own proximity value. Healthy: kept tokens far below the threshold. Where their mean nears it, "
-        "most updates are about to be masked.",
+        note="The rule's own proximity value (rule none: KL). Healthy: kept tokens far below the threshold, if there "
+        "is one. Where their mean nears it, most updates are about to be masked.",
         log=True,
     ),
     Chart(
@@ -130,11 +149,39 @@ def points(run: Run, found: Digest | None) -> Points:
     return curves
 
 
-def thinned(curve: Sequence[tuple[int, float]], most: int = MOST_POINTS) -> list[tuple[int, float]]:
-    """At most `most` points: the means of neighbouring steps, each at the last of them."""
-    size = math.ceil(len(curve) / most)
-    parts = [curve[start : start + size] for start in range(0, len(curve), size)] if curve else []
-    return [(part[-1][0], sum(value for _, value in part) / len(part)) for part in parts]
+def thinned(curves: Points, most: int = MOST_POINTS) -> list[Row]:
+    """A row a step; where there are more than `most` steps, neighbouring ones are together.
+
+    Together they have the mean of their values, and of maxima (`*_max`) the largest; values that are not finite count
+    only where there are no others.
+    """
+    figures: dict[int, list[tuple[str, float]]] = {}
+    for name, curve in curves.items():
+        for step, value in curve:
+            figures.setdefault(step, []).append((name, value))
+    steps = sorted(figures)
+    size = max(1, math.ceil(len(steps) / most))
+    parts = [steps[start : start + size] for start in range(0, len(steps), size)]
+    return [Row(part[0], part[-1], len(part), _together(figures[step] for step in part)) for part in parts]
+
+
+def thinning(rows: Sequence[Row], lines: Sequence[Line] = ()) -> str:
+    """A sentence on what a point stands for, where that is more than a step."""
+    together = max((row.together for row in rows), default=1)
+    if together == 1:
+        return ""
+    maxima = [line.label for line in lines if line.figure.endswith("_max")]
+    largest = f", of {' and '.join(repr(label) for label in maxima)} their largest value" if maxima else ""
+    return f" A point is the mean of {together} neighbouring steps{largest}."
+
+
+def _together(figures: Iterable[Sequence[tuple[str, float]]]) -> dict[str, float]:
+    """One value of each figure."""
+    values: dict[str, list[float]] = {}
+    for name, value in chain.from_iterable(figures):
+        values.setdefault(name, []).append(value)
+    finite = {name: [value for value in found if math.isfinite(value)] or found for name, found in values.items()}
+    return {name: max(found) if name.endswith("_max") else sum(found) / len(found) for name, found in finite.items()}
 
 
 def _add(curves: Points, step: int, figures: Mapping[str, Any]) -> None:

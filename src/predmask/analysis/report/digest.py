@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from predmask.core import DPPO, BehaviourSupport, PolicySupport, PPOClip, Predictive, Reason, Rule
 from predmask.core.metrics import MaskedToken, Metrics, mask_metrics, masked_tokens, merge_masked_tokens
 from predmask.core.precision import log1mexp
-from predmask.traces import TokenTrace, Trace, TraceError
+from predmask.traces import TokenTrace, Trace, TraceError, TraceInfo
 
 UNREAD = ("after_logp", "after_log_tail", "full_behaviour", "full_policy", "full_after")
 """Columns that a report does not need: the widest of all."""
@@ -63,8 +64,8 @@ class Digest:
     """The rule that decided; None where this version cannot make it."""
     maps: list[ProbabilityMap]
     """The rule that decided and those that it is compared with."""
-    occurrences: Tensor
-    """[V] how often each id was sampled, among the known response tokens."""
+    occurrences: Counter[int] = field(default_factory=Counter[int])
+    """How often each id was sampled, among the known response tokens."""
     steps: dict[int, StepDigest] = field(default_factory=dict[int, StepDigest])
     tokens: int = 0
     divergences: Tensor = field(default_factory=lambda: torch.zeros(len(Reason), len(DIVERGENCE_BINS) - 1).long())
@@ -93,13 +94,13 @@ class Digest:
         return sum(step.known for step in self.steps.values())
 
 
-def digest(trace: Trace, progress: Callable[[int], None] | None = None) -> Digest:
-    """Read a trace once, a chunk at a time; `progress` is called with the number of tokens that were read.
+def digest(trace: Trace, progress: Callable[[int], object] | None = None) -> Digest:
+    """Read a trace once, a chunk at a time; `progress` is called with the number of tokens of each chunk.
 
     TraceError for a trace that cannot be read.
     """
-    rule = _recorded_rule(trace)
-    found = Digest(rule, list(_maps(trace, rule)), torch.zeros(trace.info.vocabulary_size, dtype=torch.int64))
+    rule = known_rule(trace.info)
+    found = Digest(rule, list(_maps(trace, rule)))
     for number in trace.steps:
         step = found.steps[number] = StepDigest()
         tables = [found.masked]
@@ -107,13 +108,21 @@ def digest(trace: Trace, progress: Callable[[int], None] | None = None) -> Diges
             _count(found, step, tokens)
             tables.append(masked_tokens(tokens.decision, tokens.id))
             if progress is not None:
-                progress(found.tokens)
+                progress(len(tokens))
         found.masked = merge_masked_tokens(*tables)
         for sample in trace.samples(number):
             step.metrics.mean("response_length", torch.tensor([float(sample.length)]))
             if math.isfinite(sample.reward):
                 step.metrics.mean("reward", torch.tensor([sample.reward]))
     return found
+
+
+def known_rule(info: TraceInfo) -> Rule | None:
+    """The rule that decided; None where this version cannot make it."""
+    try:
+        return info.make_rule()
+    except TraceError:
+        return None
 
 
 def late_step(found: Digest) -> int | None:
@@ -142,13 +151,6 @@ def outside(rule: Rule, mu: Tensor, pi: Tensor) -> Tensor:
     return rule.criteria(behaviour, policy).outside
 
 
-def _recorded_rule(trace: Trace) -> Rule | None:
-    try:
-        return trace.info.make_rule()
-    except TraceError:
-        return None
-
-
 def _maps(trace: Trace, recorded: Rule | None) -> Iterator[ProbabilityMap]:
     """The recorded rule as it is; of the others PPO's clip and both divergence masks, with its delta and divergence."""
     shared = {name: getattr(recorded, name) for name in ("delta", "divergence") if hasattr(recorded, name)}
@@ -173,7 +175,9 @@ def _count(found: Digest, step: StepDigest, tokens: TokenTrace) -> None:
     step.metrics = step.metrics.merge(mask_metrics(behaviour, policy, decision, staleness=tokens.staleness))
     step.reasons += torch.bincount(decision.reason, minlength=len(Reason))
     step.known += int(known.sum())
-    found.occurrences += torch.bincount(tokens.id[known], minlength=len(found.occurrences))
+    # A vocabulary may be said to be of any size, and most of its ids are never sampled.
+    ids, counts = tokens.id[known].unique(return_counts=True)
+    found.occurrences.update(dict(zip(ids.tolist(), counts.tolist(), strict=True)))
     bins = torch.bucketize(decision.divergence[known].double(), DIVERGENCE_BINS, right=True) - 1
     found.divergences += _counted(decision.reason[known], bins, found.divergences.shape)
     mu, pi = _cells(behaviour.logp[:, 0]), _cells(policy.logp[:, 0])

@@ -6,14 +6,14 @@ style and marker, areas in hatching, signs in the direction of a triangle.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from predmask.analysis.report.curves import Chart, Points, thinned
+from predmask.analysis.report.curves import Chart, Line, Row
 from predmask.analysis.report.digest import CELLS, DIVERGENCE_BINS, LIMIT, Digest, ProbabilityMap, log_odds, outside
 from predmask.analysis.report.markup import Element
 from predmask.analysis.report.svg import drawing, to_svg
@@ -34,6 +34,8 @@ class Style:
 
 _HEIGHT = 2.7
 """Inches."""
+_LONG_LABEL = 22
+"""Letters of which two columns are too wide."""
 
 STYLES = {
     "blue": Style(BLUE, "-", "^"),
@@ -48,30 +50,25 @@ REASON_COLOURS = {
     Reason.DROPPED_NEGATIVE: VERMILLION,
 }
 _HATCHES = {Reason.KEPT_RETURNING: "", Reason.DROPPED_POSITIVE: "///", Reason.DROPPED_NEGATIVE: "\\\\\\"}
-OUTSIDE = (Reason.KEPT_RETURNING, Reason.DROPPED_POSITIVE, Reason.DROPPED_NEGATIVE)
-"""The reasons of tokens outside the trust region."""
+NOTABLE = (Reason.KEPT_RETURNING, Reason.DROPPED_POSITIVE, Reason.DROPPED_NEGATIVE)
+"""The reasons of tokens that were dropped, or kept though outside the trust region."""
 
 
-def chart(which: Chart, curves: Points, threshold: Mapping[str, float], name: str) -> Element:
-    """Lines over steps; `threshold` (label to value) is drawn where the chart shows divergences."""
+def chart(which: Chart, rows: Sequence[Row], threshold: Mapping[str, float], name: str) -> Element:
+    """Lines over steps, with `threshold` (label to value) across them."""
     with drawing(_HEIGHT) as (figure, axis):
         scale = 100.0 if which.percent else 1.0
-        for line in which.lines:
-            if line.figure not in curves:
-                continue
-            style, drawn = STYLES[line.style], thinned(curves[line.figure])
-            steps = [step for step, _ in drawn]
-            values = [scale * value if _drawable(value, which.log) else np.nan for _, value in drawn]
+        for label, style, drawn in _lines(which, rows):
             axis.plot(
-                steps,
-                values,
+                [step for step, _ in drawn],
+                [scale * value if _drawable(value, which.log) else np.nan for _, value in drawn],
                 color=style.colour,
                 ls=style.line,
                 marker=style.marker,
                 ms=3.5,
                 markevery=max(1, len(drawn) // 12),
                 lw=1.4,
-                label=line.label,
+                label=label,
             )
         found = np.concatenate([line.get_ydata() for line in axis.lines])
         for label, value in threshold.items():
@@ -83,24 +80,19 @@ def chart(which: Chart, curves: Points, threshold: Mapping[str, float], name: st
             axis.set_ylim(1.06 * low, 1.06 * high or 1.0)
         axis.set(xlabel="step", ylabel=which.unit)
         _whole_steps(axis)
-        _legend(figure, axis)
+        if len(which.lines) > 1:
+            _legend(figure, axis)
         return to_svg(figure, name)
 
 
-def reasons(found: Digest, name: str) -> Element:
-    """What became of the tokens outside the trust region, as a share of all known ones, step by step."""
-    numbers = [number for number, step in found.steps.items() if step.known]
-    shares = {
-        reason: [100 * int(found.steps[number].reasons[reason]) / found.steps[number].known for number in numbers]
-        for reason in OUTSIDE
-    }
-    drawn = {reason: thinned(list(zip(numbers, shares[reason], strict=True)), 60) for reason in OUTSIDE}
+def reasons(rows: Sequence[Row], name: str) -> Element:
+    """Shares of all known tokens by `Reason` (its name), of the `NOTABLE` ones, as bars over steps."""
     with drawing(_HEIGHT) as (figure, axis):
-        steps = [step for step, _ in drawn[OUTSIDE[0]]]
+        steps = [row.last for row in rows]
         width = 0.8 * min(np.diff(steps), default=1)
         below = np.zeros(len(steps))
-        for reason in OUTSIDE:
-            values = np.array([value for _, value in drawn[reason]])
+        for reason in NOTABLE:
+            values = np.array([100 * row.values[reason.name] for row in rows])
             axis.bar(
                 steps,
                 values,
@@ -113,7 +105,7 @@ def reasons(found: Digest, name: str) -> Element:
                 label=MARKS[reason].meaning,
             )
             below += values
-        axis.set(xlabel="step", ylabel="% of response tokens", ylim=(0, max(1.05 * below.max(initial=0), 1e-3)))
+        axis.set(xlabel="step", ylabel="% of known response tokens", ylim=(0, max(1.05 * below.max(initial=0), 1e-3)))
         _whole_steps(axis)
         _legend(figure, axis)
         return to_svg(figure, name)
@@ -201,6 +193,18 @@ def thresholds(rule: Rule | None) -> dict[str, float]:
     return {} if delta is None else {"delta": delta}
 
 
+def _lines(which: Chart, rows: Sequence[Row]) -> Iterator[tuple[str, Style, list[tuple[int, float]]]]:
+    """Label, style and points of each line; lines that would hide each other are one, which says so."""
+    found: dict[tuple[tuple[int, float], ...], list[Line]] = {}
+    for line in which.lines:
+        drawn = tuple((row.last, row.values[line.figure]) for row in rows if line.figure in row.values)
+        if drawn:
+            found.setdefault(drawn, []).append(line)
+    for drawn, lines in found.items():
+        label = " and ".join(line.label for line in lines) + (" (equal)" if len(lines) > 1 else "")
+        yield label, STYLES[lines[0].style], list(drawn)
+
+
 _TICKS = {f"1e-{n}": 10.0**-n for n in (6, 5, 4)} | {f"{p:g}"[1:]: p for p in (0.001, 0.01, 0.1, 0.5, 0.9, 0.99, 0.999)}
 _TICKS |= {f"1-1e-{n}": 1 - 10.0**-n for n in (4, 5, 6)}
 
@@ -257,6 +261,7 @@ def _whole_steps(axis: Any) -> None:
 
 
 def _legend(figure: Any, axis: Any) -> None:
-    """Above the axes, where there is more than one thing to tell apart."""
-    if len(axis.get_legend_handles_labels()[0]) > 1:
-        figure.legend(loc="outside upper left", ncols=2, borderaxespad=0.2, columnspacing=1.2)
+    """Above the axes."""
+    longest = max(map(len, axis.get_legend_handles_labels()[1]), default=0)
+    columns = 1 if longest > _LONG_LABEL else 2
+    figure.legend(loc="outside upper left", ncols=columns, borderaxespad=0.2, columnspacing=1.2)

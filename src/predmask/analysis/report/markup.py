@@ -1,23 +1,29 @@
-"""HTML as a tree of elements: text goes in as text, and is escaped where the tree is written."""
+"""HTML as a tree of elements: text goes in as text.
+
+Characters that would act instead of being seen are spelled out (`visible`); the others are escaped where the tree is
+written.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from xml.etree import ElementTree
 
+from predmask.analysis.text import visible
+
 Element = ElementTree.Element
 
 
 def element(tag: str, *content: Element | str | None, **attributes: str) -> Element:
     """An element with text and elements in it (None: nothing); `class_` is class, and `aria_label` is aria-label."""
-    made = Element(tag, {name.rstrip("_").replace("_", "-"): value for name, value in attributes.items()})
+    made = Element(tag, {name.rstrip("_").replace("_", "-"): visible(value) for name, value in attributes.items()})
     last: Element | None = None
     for part in content:
         if isinstance(part, str):
             if last is None:
-                made.text = (made.text or "") + part
+                made.text = (made.text or "") + visible(part)
             else:
-                last.tail = (last.tail or "") + part
+                last.tail = (last.tail or "") + visible(part)
         elif part is not None:
             made.append(part)
             last = part
@@ -41,7 +47,7 @@ def table(head: Iterable[str], rows: Iterable[Iterable[Element | str]], *, capti
 
 def figure(drawing: Element, *, title: str, label: str, caption: str, numbers: Element | None = None) -> Element:
     """A drawing with its title, caption and, for those who cannot see it, label and numbers."""
-    drawing.attrib |= {"role": "img", "aria-label": label}
+    drawing.attrib |= {"role": "img", "aria-label": visible(label)}
     return element(
         "figure",
         element("h3", title),

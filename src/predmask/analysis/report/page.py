@@ -11,22 +11,23 @@ from typing import Any
 
 from predmask.analysis import AnalysisError
 from predmask.analysis.report import figures
-from predmask.analysis.report.curves import CHARTS, MOST_POINTS, Chart, Points, points, thinned
-from predmask.analysis.report.digest import Digest, digest, late_step
+from predmask.analysis.report.curves import CHARTS, Chart, Points, points, thinned, thinning
+from predmask.analysis.report.digest import Digest, digest, known_rule, late_step
 from predmask.analysis.report.markup import Element, element, figure, number, render, table
-from predmask.analysis.report.tokens import coverage_section, mask_section, response_section, rules_section
+from predmask.analysis.report.response import response_section
+from predmask.analysis.report.tokens import coverage_section, mask_section, rules_section
 from predmask.analysis.runs import Run
 from predmask.analysis.show import find_response
 from predmask.analysis.text import percent, rule_text
-from predmask.core import RULES, Rule
 from predmask.plotting import need_matplotlib
+from predmask.traces import TraceInfo
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
-_TABLE_ROWS = 60
+_NO_CURVES = "There are no steps in metrics.jsonl: none was completed yet, or the file is lost."
 
 
-def write_report(run: Run, path: Path, progress: Callable[[int], None] | None = None) -> None:
-    """Write a run's report; `progress` is called with the number of tokens of the trace that were read.
+def write_report(run: Run, path: Path, progress: Callable[[int], object] | None = None) -> None:
+    """Write a run's report; `progress` is called with the number of tokens of each chunk of the trace.
 
     AnalysisError where the file cannot be written, TraceError for a trace that cannot be read.
     """
@@ -35,14 +36,13 @@ def write_report(run: Run, path: Path, progress: Callable[[int], None] | None = 
     need_matplotlib()
     page = report(run, progress)
     try:
-        # A path that is no valid text is shown with question marks.
-        path.write_text(page, encoding="utf-8", errors="replace")
+        path.write_text(page, encoding="utf-8")
     except OSError as error:
         raise AnalysisError(f"{path} cannot be written ({error.strerror}); name another file with --output") from error
 
 
-def report(run: Run, progress: Callable[[int], None] | None = None) -> str:
-    """The page as text; everything that comes from the run, a trace or a tokenizer is escaped."""
+def report(run: Run, progress: Callable[[int], object] | None = None) -> str:
+    """The page as text; whatever comes from the run, a trace or a tokenizer is shown as text."""
     found = None if run.trace is None else digest(run.trace, progress)
     body = [
         element("h1", f"predmask: {run.name}"),
@@ -52,6 +52,8 @@ def report(run: Run, progress: Callable[[int], None] | None = None) -> str:
         *_trace_sections(run, found),
         *_settings_section(run),
     ]
+    style = element("style")
+    style.text = resources.files("predmask.analysis.report").joinpath("report.css").read_text("utf-8")
     return render(
         element(
             "html",
@@ -62,7 +64,7 @@ def report(run: Run, progress: Callable[[int], None] | None = None) -> str:
                 element("meta", name="viewport", content="width=device-width, initial-scale=1"),
                 element("link", rel="icon", href="data:,"),
                 element("title", f"predmask: {run.name}"),
-                element("style", resources.files("predmask.analysis.report").joinpath("report.css").read_text("utf-8")),
+                style,
             ),
             element("body", element("main", *body), _footer()),
             lang="en",
@@ -76,7 +78,7 @@ def _headline(run: Run, found: Digest | None) -> Element:
     metrics, over = _overall(run, found)
     if "mask_frac" in metrics:
         split = f"A > 0: {percent(metrics.get('mask_frac_pos'))}, A < 0: {percent(metrics.get('mask_frac_neg'))}"
-        tiles.append(("Masked tokens", percent(metrics["mask_frac"]), f"{split}; {over}"))
+        tiles.append(("Masked tokens", percent(metrics["mask_frac"]), f"of known response tokens, {over}; {split}"))
     if "behaviour_kl" in metrics:
         tiles.append(("KL(mu‖pi)", number(metrics["behaviour_kl"]), f"nats per token; {over}"))
     if "mismatch_kl" in metrics:
@@ -132,7 +134,7 @@ def _facts(run: Run, found: Digest | None) -> Element:
         facts["engine"] = ", ".join(str(engine[name]) for name in ("name", "numerics") if name in engine)
         facts["rule"] = rule_text(_part(config, "rule"))
         facts["seed"] = str(config.get("seed", "?"))
-        facts["steps"] = f"{len(run.steps)} of {config.get('steps', '?')}"
+        facts["steps"] = f"{_completed(run)} of {config.get('steps', '?')}"
         facts["status"] = run.status
         if "seconds" in summary:
             facts["status"] += f", {number(summary['seconds'])} s"
@@ -150,43 +152,51 @@ def _facts(run: Run, found: Digest | None) -> Element:
     return element("dl", *pairs, class_="facts")
 
 
+def _completed(run: Run) -> object:
+    """Steps that were completed; where their metrics are lost, those that the summary counts."""
+    return len(run.steps) if run.steps or run.summary is None else run.summary.get("steps", "unknown")
+
+
 def _curves_section(run: Run, found: Digest | None) -> Element:
     curves = points(run, found)
-    recorded = found.rule if found is not None else _config_rule(run)
+    info = TraceInfo(run=run.name, rule=_part(run.config, "rule"), vocabulary_size=0, top_k=0)
+    rule = known_rule(info) if found is None else found.rule
     drawn = []
     for place, chart in enumerate(CHARTS):
         if any(line.figure in curves for line in chart.lines):
-            threshold = figures.thresholds(recorded) if "divergence_kept_mean" in _names(chart) else {}
+            threshold = figures.thresholds(rule) if "divergence_kept_mean" in _names(chart) else {}
             drawn.append(_chart(chart, curves, threshold, f"curve{place}"))
     if not drawn:
-        return element("section", element("h2", "Curves"), element("p", "No step was completed yet."))
-    together = math.ceil(max(map(len, curves.values())) / MOST_POINTS)
-    note = f" The run is long: a point is the mean of {together} neighbouring steps." if together > 1 else ""
+        return element("section", element("h2", "Curves"), element("p", _NO_CURVES))
     source = "metrics.jsonl, every step" if run.steps else "the recorded tokens"
     return element(
         "section",
         element("h2", "Curves"),
-        element("p", f"From {source}.{note} Each figure's numbers are below it.", class_="note"),
+        element(
+            "p",
+            f"From {source}. The numbers of each curve are below it. Known response tokens: those that the policy "
+            "sampled, and whose log-probs both engine and trainer know.",
+            class_="note",
+        ),
         element("div", *drawn, class_="grid"),
     )
 
 
 def _chart(chart: Chart, curves: Points, threshold: Mapping[str, float], name: str) -> Element:
     lines = [line for line in chart.lines if line.figure in curves]
+    show = percent if chart.percent else number
     described = "; ".join(
-        f"{line.label} from {number(curves[line.figure][0][1])} to {number(curves[line.figure][-1][1])}"
-        for line in lines
+        f"{line.label} from {show(curves[line.figure][0][1])} to {show(curves[line.figure][-1][1])}" for line in lines
     )
-    columns = [dict(thinned(curves[line.figure], _TABLE_ROWS)) for line in lines]
-    steps = sorted(set().union(*columns))
-    rows = [[str(step), *(number(column.get(step)) for column in columns)] for step in steps]
+    rows = thinned({line.figure: curves[line.figure] for line in lines})
+    numbers = ([row.name, *(show(row.values.get(line.figure)) for line in lines)] for row in rows)
     missing = sum(not math.isfinite(value) for line in lines for _, value in curves[line.figure])
     return figure(
-        figures.chart(chart, curves, threshold, name),
+        figures.chart(chart, rows, threshold, name),
         title=chart.title,
         label=f"{chart.title}, {chart.unit}, over steps: {described}",
-        caption=chart.note + _not_drawn(missing),
-        numbers=table(["step", *(line.label for line in lines)], rows),
+        caption=chart.note + thinning(rows, lines) + _not_drawn(missing),
+        numbers=table(["step", *(line.label for line in lines)], numbers),
     )
 
 
@@ -257,15 +267,6 @@ def _footer() -> Element:
     return element(
         "footer", element("p", f"Made by predmask {__version__}. The page needs no network and has no scripts.")
     )
-
-
-def _config_rule(run: Run) -> Rule | None:
-    """The rule of the configuration; None where this version cannot make it."""
-    settings = dict(_part(run.config, "rule"))
-    try:
-        return RULES[settings.pop("name", "")](**settings)
-    except (KeyError, TypeError, ValueError):
-        return None
 
 
 def _part(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:

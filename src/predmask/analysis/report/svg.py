@@ -10,15 +10,14 @@ from typing import Any
 from xml.etree import ElementTree
 
 from predmask.analysis.report.markup import Element
+from predmask.plotting import RC
 
 _SETTINGS: dict[Any, Any] = {
+    **RC,
     "svg.fonttype": "none",
-    # The same data draws the same file.
-    "svg.hashsalt": "predmask",
     # As wide as each other, so that what was measured here fits there.
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial", "sans-serif"],
-    "font.size": 9,
     "axes.titlesize": 9,
     "axes.spines.top": False,
     "axes.spines.right": False,

@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 
 from predmask.analysis.report import figures
-from predmask.analysis.report.curves import thinned
+from predmask.analysis.report.curves import Points, thinned, thinning
 from predmask.analysis.report.digest import DIVERGENCE_BINS, Digest, ProbabilityMap
-from predmask.analysis.report.markup import Element, element, figure, number, table
-from predmask.analysis.show import MARKS, Response
-from predmask.analysis.text import percent, rule_text, visible
-from predmask.core import Reason, Rule
-from predmask.traces import TokenTrace, Trace, rule_settings
+from predmask.analysis.report.markup import Element, element, figure, table
+from predmask.analysis.show import MARKS, token_text
+from predmask.analysis.text import percent, rule_text
+from predmask.core import Predictive, Reason, Rule
+from predmask.traces import Trace, rule_settings
 
 _MOST_MASKED = 20
-_LONGEST = 600
-"""Tokens of a response that are shown; of a longer one, the stretch with most dropped ones."""
-_TABLE_ROWS = 60
 _BINS_A_DECADE = 8
-_TOP_K = (
-    "It is drawn for the sampled token against all others. The top-K divergence is at least that, so tokens between "
-    "the lines may be outside, too, because of what happened to other tokens. PPO's clip and DPPO drop A > 0 above the "
-    "diagonal and A < 0 below it; the predictive mask may do otherwise, since its direction reads the other tokens' "
-    "probabilities."
+_NO_TOP_K = (
+    " This trace has the sampled token alone (K = 0), so the predictive mask, which needs top-K log-probs, cannot be "
+    "asked."
 )
-_BINARY = (
-    "This trace has the sampled token alone (K = 0): the divergence is that of the token against all others, and the "
-    "predictive mask, which needs top-K log-probs, cannot be asked."
-)
-_CLASSES = {reason: reason.name.lower().replace("_", "-") for reason in Reason}
 
 
 def mask_section(trace: Trace, found: Digest) -> Element:
@@ -56,7 +45,7 @@ def rules_section(trace: Trace, found: Digest) -> Element:
         ]
         for each in found.maps
     ]
-    head = ["rule", "dropped", "of known tokens", "A > 0", "A < 0"]
+    head = ["rule", "dropped", "share", "A > 0", "A < 0"]
     return element(
         "section",
         element("h2", "Probabilities, and the regions of the rules"),
@@ -71,45 +60,17 @@ def rules_section(trace: Trace, found: Digest) -> Element:
         element(
             "p",
             "What to look at: the ratio's band is narrow for rare tokens, which it drops for changes that move next to "
-            "no probability, and it has no upper end for likely ones. A divergence's border is the other way round. ",
-            _TOP_K if trace.info.top_k else _BINARY,
+            "no probability, and it has no upper end for likely ones. A divergence's border is the other way round.",
+            None if trace.info.top_k else _NO_TOP_K,
         ),
         element("div", *(_map(found, place, each) for place, each in enumerate(found.maps)), class_="grid"),
         element("div", table(head, rows, caption="The same tokens under each rule"), class_="scroll"),
-    )
-
-
-def response_section(response: Response, path: Path) -> Element:
-    """One response, each token marked by its reason."""
-    tokens, facts = response.tokens, response.facts
-    shown = _stretch(tokens)
-    dropped = int(tokens.decision.dropped.sum())
-    about = f"Step {response.step}, sample {response.sample}: {dropped:,} of {len(tokens):,} tokens dropped"
-    about += ", and no response of this step has more." if dropped else ", as in all responses of this step."
-    if facts is not None:
-        about += f" Reward {number(facts.reward)}" + (
-            f", right answer {visible(facts.reference)}." if facts.reference else "."
-        )
-    if len(shown) < len(tokens):
-        about += f" Shown are positions {int(shown.position[0]):,} to {int(shown.position[-1]):,}."
-    prompt = () if facts is None else facts.prompt[-_LONGEST:]
-    spans = [element("span", *_lines(response.trace, token), class_="prompt") for token in prompt]
-    spans += [_span(response.trace, shown, place) for place in range(len(shown))]
-    legend = [element("span", name, class_=_CLASSES[reason]) for reason, name in _meanings()]
-    if prompt:
-        legend.append(element("span", "prompt", class_="prompt"))
-    return element(
-        "section",
-        element("h2", "A response, token by token"),
-        element("p", about),
-        element("ul", *(element("li", one) for one in legend), class_="legend"),
-        element("div", *spans, class_="tokens"),
-        _dropped_tokens(response.trace, shown),
         element(
             "p",
-            "Hold the pointer over a token for its numbers. ",
-            element("code", f"predmask show {path} --step {response.step} --sample {response.sample}"),
-            " shows this response in the terminal, and others.",
+            f"Share: of all {known:,} known response tokens of the trace together. A mean over steps weighs each step "
+            "alike; ",
+            element("code", "predmask replay"),
+            " gives shares of the trainable tokens alone, those with A ≠ 0.",
             class_="note",
         ),
     )
@@ -124,7 +85,7 @@ def coverage_section(trace: Trace, found: Digest) -> Element:
         "section",
         element("h2", "What the trace covers"),
         element("p", f"{_covered(trace, found)}, under rule {rule_text(trace.info.rule)}."),
-        element("div", table(["tokens by reason", "tokens", "share"], rows), class_="scroll"),
+        element("div", table(["tokens by reason", "tokens", "of all tokens"], rows), class_="scroll"),
         element(
             "p",
             "Not trained on: the advantage is 0 (all rewards of the group were equal), or the policy did not sample "
@@ -143,45 +104,52 @@ def _covered(trace: Trace, found: Digest) -> str:
 
 def _mask_figures(found: Digest) -> Iterator[Element]:
     counts = found.reasons.tolist()
-    steps = [number for number, step in found.steps.items() if step.known]
-    if not steps:
+    if not found.known:
         return
-    if any(counts[reason] for reason in figures.OUTSIDE):
-        yield _reasons(found, steps)
+    if any(counts[reason] for reason in figures.NOTABLE):
+        yield _reasons(found)
     unit = _unit(found.rule)
     threshold = figures.thresholds(found.rule)
-    drawn = ", ".join(f"{name} = {value:g}" for name, value in threshold.items())
-    healthy = (
-        "Healthy: most tokens lie far left of the threshold, with a thin tail that crosses it. A threshold that cuts "
-        "into the bulk masks noise; one beyond the last bar masks nothing."
-        if threshold
-        else "This rule has no threshold; the histogram shows where one would cut."
-    )
+    drawn = ", ".join(f"{name} = {value:g}" for name, value in threshold.items()) or "no threshold"
     yield figure(
         figures.divergences(found, threshold, unit, "divergences"),
         title="How far tokens are",
-        label=f"Histogram of the divergence in {unit}, for kept and dropped tokens; {drawn or 'no threshold'}",
-        caption=f"The rule's own proximity value; tokens at or below 1e-8 are in the first bar. {healthy}",
+        label=f"Histogram of the divergence in {unit}, for kept and dropped tokens; {drawn}",
+        caption=f"The rule's own proximity value; tokens at or below 1e-8 are in the first bar. {_healthy(found.rule)}",
         numbers=table(["divergence", "kept inside", "kept outside", "dropped"], _decades(found)),
     )
 
 
-def _reasons(found: Digest, steps: Sequence[int]) -> Element:
-    columns = [
-        dict(thinned([(n, int(found.steps[n].reasons[reason]) / found.steps[n].known) for n in steps], _TABLE_ROWS))
-        for reason in figures.OUTSIDE
-    ]
+def _healthy(rule: Rule | None) -> str:
+    """What to look at in the histogram of divergences."""
+    if rule is None:
+        return "Where this rule cuts is not drawn, since this version of predmask does not know it."
+    if not figures.thresholds(rule):
+        return "This rule has no threshold; the histogram shows where one would cut."
+    return (
+        "Healthy: most tokens lie far left of the threshold, with a thin tail that crosses it. A threshold that cuts "
+        "into the bulk masks noise; one beyond the last bar masks nothing."
+    )
+
+
+def _reasons(found: Digest) -> Element:
+    meanings = {reason.name: MARKS[reason].meaning for reason in figures.NOTABLE}
+    shares: Points = {
+        reason.name: [(n, int(step.reasons[reason]) / step.known) for n, step in found.steps.items() if step.known]
+        for reason in figures.NOTABLE
+    }
+    rows = thinned(shares)
     counts = found.reasons.tolist()
-    said = "; ".join(f"{MARKS[reason].meaning}: {counts[reason]:,}" for reason in figures.OUTSIDE)
+    said = "; ".join(f"{MARKS[reason].meaning}: {counts[reason]:,}" for reason in figures.NOTABLE)
     return figure(
-        figures.reasons(found, "reasons"),
-        title="Tokens outside the trust region",
-        label=f"Tokens outside the trust region by reason, over steps; {said}",
-        caption=f"In all, {said}. Kept though outside: the update leads back (or the rule drops nothing). "
-        "Healthy: a thin layer without a trend, both signs about alike.",
+        figures.reasons(rows, "reasons"),
+        title="Dropped tokens, and those kept outside",
+        label=f"Dropped tokens and those kept outside the trust region, over steps; {said}",
+        caption=f"In all, {said}. Kept though outside the trust region: the update leads back (or the rule drops "
+        f"nothing). Healthy: a thin layer without a trend, both signs about alike.{thinning(rows)}",
         numbers=table(
-            ["step", *(MARKS[reason].meaning for reason in figures.OUTSIDE)],
-            ([str(step), *(percent(column[step]) for column in columns)] for step in columns[0]),
+            ["step", *meanings.values()],
+            ([row.name, *(percent(row.values[name]) for name in meanings)] for row in rows),
         ),
     )
 
@@ -223,13 +191,13 @@ def _most_masked(trace: Trace, found: Digest) -> Iterator[Element]:
     yield element(
         "p",
         "Dropped most often: ",
-        element("code", visible(trace.text(first.id))),
+        element("code", token_text(trace, first.id)),
         f" (id {first.id}), {first.count:,} of {total:,} ({percent(first.share, 0)}), {first.positive:,} of them with "
         f"A > 0 and {first.negative:,} with A < 0. Different ids that were dropped at all: {len(found.masked):,}.",
     )
     rows = []
     for row in found.masked[:_MOST_MASKED]:
-        occurs = int(found.occurrences[row.id])
+        occurs = found.occurrences[row.id]
         rate = percent(row.count / occurs) if occurs else "–"
         cells = (
             str(row.id),
@@ -237,11 +205,10 @@ def _most_masked(trace: Trace, found: Digest) -> Iterator[Element]:
             percent(row.share, 1),
             f"{row.positive:,}",
             f"{row.negative:,}",
-            f"{occurs:,}",
             rate,
         )
-        rows.append([element("code", visible(trace.text(row.id))), *cells])
-    head = ["token", "id", "dropped", "share", "A > 0", "A < 0", "sampled", "rate"]
+        rows.append([element("code", token_text(trace, row.id)), *cells])
+    head = ["token", "id", "dropped", "share", "A > 0", "A < 0", "rate"]
     yield element("div", table(head, rows), class_="scroll")
     yield element(
         "p",
@@ -254,6 +221,21 @@ def _most_masked(trace: Trace, found: Digest) -> Iterator[Element]:
     )
 
 
+def _border(rule: Rule) -> str:
+    """What the border in a rule's map says of a token, whose other probabilities the map does not show."""
+    if not rule.needs_topk:
+        return "The border is exact: this rule reads no other token's probability."
+    lower_bound = (
+        "The border is drawn for the token against all others. The rule's top-K divergence is at least that, so tokens "
+        "between the lines may be outside, too."
+    )
+    if not isinstance(rule, Predictive):
+        return lower_bound
+    return (
+        f"{lower_bound} Its direction reads the other tokens, too: either sign may be dropped on either side of r = 1."
+    )
+
+
 def _map(found: Digest, place: int, each: ProbabilityMap) -> Element:
     settings = rule_text(rule_settings(each.rule))
     positive, negative = int(each.positive.sum()), int(each.negative.sum())
@@ -263,53 +245,5 @@ def _map(found: Digest, place: int, each: ProbabilityMap) -> Element:
         label=f"Map of tokens by mu and pi with the border of {settings}, which drops {positive} with A > 0, "
         f"{negative} with A < 0",
         caption=f"{settings}: {each.rule.summary}. {'It dropped' if each.recorded else 'It would drop'} {positive:,} "
-        f"tokens with A > 0 and {negative:,} with A < 0.",
+        f"tokens with A > 0 and {negative:,} with A < 0. {_border(each.rule)}",
     )
-
-
-def _stretch(tokens: TokenTrace) -> TokenTrace:
-    """At most `_LONGEST` tokens: those with most dropped ones among them."""
-    if len(tokens) <= _LONGEST:
-        return tokens
-    dropped = tokens.decision.dropped.long().cumsum(0)
-    before = dropped - tokens.decision.dropped.long()
-    start = int((dropped[_LONGEST - 1 :] - before[: len(before) - _LONGEST + 1]).argmax())
-    return tokens[slice(start, start + _LONGEST)]
-
-
-def _span(trace: Trace, tokens: TokenTrace, place: int) -> Element:
-    reason = Reason(int(tokens.decision.reason[place]))
-    numbers = ", ".join(f"{name} {value}" for name, value in _numbers(tokens, place))
-    title = f"{MARKS[reason].meaning}; {numbers}"
-    return element("span", *_lines(trace, int(tokens.id[place])), class_=_CLASSES[reason], title=title)
-
-
-def _numbers(tokens: TokenTrace, place: int) -> list[tuple[str, str]]:
-    decision = tokens.decision
-    return [
-        ("position", str(int(tokens.position[place]))),
-        ("id", str(int(tokens.id[place]))),
-        ("mu", number(float(tokens.behaviour.logp[place, 0].exp()))),
-        ("pi", number(float(tokens.policy.logp[place, 0].exp()))),
-        ("D", number(float(decision.divergence[place]))),
-        ("rate", number(float(decision.rate[place]))),
-        ("A", number(float(tokens.advantage[place]))),
-    ]
-
-
-def _lines(trace: Trace, token: int) -> Sequence[Element | str]:
-    """A token's text; after a line's end a real one."""
-    text = trace.text(token)
-    return (visible(text), element("br")) if "\n" in text else (visible(text),)
-
-
-def _dropped_tokens(trace: Trace, tokens: TokenTrace) -> Element | None:
-    places = tokens.decision.dropped.nonzero()[:_TABLE_ROWS, 0].tolist()
-    if not places:
-        return None
-    rows = [
-        [element("code", visible(trace.text(int(tokens.id[place])))), *(value for _, value in _numbers(tokens, place))]
-        for place in places
-    ]
-    head = ["token", *(name for name, _ in _numbers(tokens, places[0]))]
-    return element("div", table(head, rows, caption="Its dropped tokens"), class_="scroll")
