@@ -71,7 +71,7 @@ def main() -> None:
     for run in (masked, unmasked):
         predmask("report", str(run))
     photograph(masked / "report.html", "report.png", top=0, bottom=1500)
-    photograph(masked / "report.html", "report-tokens.png", top=3220, bottom=4760)
+    photograph(masked / "report.html", "report-tokens.png", top=3275, bottom=4905)
     photograph(unmasked / "report.html", "report-unstable.png", top=0, bottom=1500)
 
 

@@ -40,15 +40,7 @@ class TraceInfo:
 
     def make_rule(self) -> Rule:
         """The rule that decided; TraceError for one that this version does not know."""
-        settings = dict(self.rule)
-        name = settings.pop("name", None)
-        try:
-            return RULES[name](**settings)
-        except (KeyError, TypeError, ValueError) as error:
-            raise TraceError(
-                f"the trace was decided by rule {name!r} with {settings or 'no settings'}, which this version of "
-                f"predmask cannot make ({error}); name the rules to use, such as --rule predictive"
-            ) from error
+        return make_rule(self.rule)
 
 
 def rule_settings(rule: Rule) -> dict[str, Any]:
@@ -56,6 +48,19 @@ def rule_settings(rule: Rule) -> dict[str, Any]:
     if not isinstance(rule, Rule):
         raise TraceError(f"rule is {rule!r}; give an instance, such as Predictive(delta=0.15)")
     return {"name": rule.name, **asdict(rule)}
+
+
+def make_rule(settings: Mapping[str, Any]) -> Rule:
+    """The rule of these settings, as `rule_settings` gives them; TraceError for one that this version does not know."""
+    fields_of = dict(settings)
+    name = fields_of.pop("name", None)
+    try:
+        return RULES[name](**fields_of)
+    except (KeyError, TypeError, ValueError) as error:
+        raise TraceError(
+            f"the trace was decided by rule {name!r} with {fields_of or 'no settings'}, which this version of predmask "
+            f"cannot make ({error}); name the rules to use, such as --rule predictive"
+        ) from error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,8 @@ from torch import Tensor
 from predmask.core import DPPO, BehaviourSupport, PolicySupport, PPOClip, Predictive, Reason, Rule
 from predmask.core.metrics import MaskedToken, Metrics, mask_metrics, masked_tokens, merge_masked_tokens
 from predmask.core.precision import log1mexp
-from predmask.traces import TokenTrace, Trace, TraceError, TraceInfo
+from predmask.traces import TokenTrace, Trace, TraceError
+from predmask.traces.records import make_rule
 
 UNREAD = ("after_logp", "after_log_tail", "full_behaviour", "full_policy", "full_after")
 """Columns that a report does not need: the widest of all."""
@@ -99,7 +101,7 @@ def digest(trace: Trace, progress: Callable[[int], object] | None = None) -> Dig
 
     TraceError for a trace that cannot be read.
     """
-    rule = known_rule(trace.info)
+    rule = known_rule(trace.info.rule)
     found = Digest(rule, list(_maps(trace, rule)))
     for number in trace.steps:
         step = found.steps[number] = StepDigest()
@@ -117,10 +119,10 @@ def digest(trace: Trace, progress: Callable[[int], object] | None = None) -> Dig
     return found
 
 
-def known_rule(info: TraceInfo) -> Rule | None:
-    """The rule that decided; None where this version cannot make it."""
+def known_rule(settings: Mapping[str, Any]) -> Rule | None:
+    """The rule of these settings; None where this version cannot make it."""
     try:
-        return info.make_rule()
+        return make_rule(settings)
     except TraceError:
         return None
 

@@ -20,7 +20,6 @@ from predmask.analysis.runs import Run
 from predmask.analysis.show import find_response
 from predmask.analysis.text import percent, rule_text
 from predmask.plotting import need_matplotlib
-from predmask.traces import TraceInfo
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 _NO_CURVES = "There are no steps in metrics.jsonl: none was completed yet, or the file is lost."
@@ -159,8 +158,7 @@ def _completed(run: Run) -> object:
 
 def _curves_section(run: Run, found: Digest | None) -> Element:
     curves = points(run, found)
-    info = TraceInfo(run=run.name, rule=_part(run.config, "rule"), vocabulary_size=0, top_k=0)
-    rule = known_rule(info) if found is None else found.rule
+    rule = known_rule(_part(run.config, "rule")) if found is None else found.rule
     drawn = []
     for place, chart in enumerate(CHARTS):
         if any(line.figure in curves for line in chart.lines):
