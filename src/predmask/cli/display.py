@@ -121,13 +121,12 @@ def closing_lines(summary: Summary, directory: Path) -> list[str]:
         f"{summary.seconds:.0f} s",
         f"run directory      {directory}",
     ]
-    next_steps = ["report", "eval"]
+    commands = [f"report {directory}    (of a run with --traces: its tokens, too)", f"eval {directory}"]
     traced = list((directory / DIRECTORY).glob("tokens-*.parquet"))
     if traced:
         size = sum(file.stat().st_size for file in (directory / DIRECTORY).iterdir()) / 1e6
         lines.append(f"traces             {len(traced)} of {summary.steps} steps, {size:.1f} MB")
-        next_steps = ["report", "show", "replay", "eval"]
-    commands = [f"{verb} {directory}" for verb in next_steps]
+        commands = [f"{verb} {directory}" for verb in ("report", "show", "replay", "eval")]
     if summary.task == "arithmetic":
         commands.append(f"train arithmetic --rule {'ppo_clip' if summary.rule == 'dppo' else 'dppo'}")
         if summary.rule != "none":
