@@ -5,11 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +25,8 @@ from hypothesis import strategies as st
 
 from helpers_traces import make_tokens, make_trace
 from predmask.analysis import AnalysisError
-from predmask.analysis.direction.bootstrap import interval, resampled_sums
+from predmask.analysis.direction.bootstrap import LEAST_CLUSTERS, interval, resampled_sums
+from predmask.analysis.direction.figure import draw
 from predmask.analysis.direction.logit_steps import EPSILONS, STEP_DELTA, single_steps
 from predmask.analysis.direction.outcomes import (
     CRITERIA,
@@ -30,12 +37,13 @@ from predmask.analysis.direction.outcomes import (
 )
 from predmask.analysis.direction.run import measure
 from predmask.analysis.direction.study import DELTA as DIRECTION_DELTA
-from predmask.analysis.direction.study import FILE, load, pooled, run_seed, run_study, variants
-from predmask.analysis.direction.view import aligned, disagreement_table, draw, outside_table, steps_table
+from predmask.analysis.direction.study import run_seed, run_study, variants
+from predmask.analysis.direction.study_file import FILE, load, pooled
+from predmask.analysis.direction.view import aligned, disagreement_table, lines, outside_table, steps_table, study_lines
 from predmask.cli import main
 from predmask.core import RULES, NoMask, Predictive
-from predmask.traces import TokenTrace, Trace
-from predmask.train import PRESETS
+from predmask.traces import TokenTrace, Trace, TraceInfo, TraceWriter, rule_settings, tokens_from_arrays
+from predmask.train import PRESETS, Config, TrainingError
 from predmask.train.options import overrides, resolve
 
 DELTA = 0.05
@@ -166,6 +174,76 @@ def test_a_trace_of_any_rule_is_measured(name: str, tmp_path: Path) -> None:
     assert {row.criterion for row in rows} == set(CRITERIA)
 
 
+@pytest.mark.parametrize("first_has", [True, False])
+@pytest.mark.parametrize("column", ["full", "tail_sum_squares"])
+def test_what_only_some_steps_have_is_left_out(column: str, first_has: bool, tmp_path: Path) -> None:
+    whole, bare = (make_tokens(NoMask(), tokens=120, noise=1.0, step=step, after=True, full=True) for step in (1, 2))
+    if column == "full":
+        bare = dataclasses.replace(bare, full=None)
+    else:
+        bare = dataclasses.replace(bare, policy=dataclasses.replace(bare.policy, tail_sum_squares=None))
+    parts = (whole, bare) if first_has else (bare, whole)
+    info = TraceInfo(run="mixed", rule=rule_settings(NoMask()), vocabulary_size=12, top_k=4)
+    with TraceWriter(tmp_path / "traces", info) as writer:
+        for number, part in enumerate(parts, 1):
+            writer.add(dataclasses.replace(part, step=torch.full((len(part),), number)))
+            writer.commit(number)
+    assert writer.problem is None
+    found = measure(Trace(tmp_path), DELTA)
+    together = [outside_region(part, DELTA) for part in (whole, bare)]
+    assert found.counts["topk/outside/ratio"][:, 0].sum() == sum(map(len, together))
+    criteria = {key.split("/")[2] for key in found.counts}
+    assert criteria == set(CRITERIA) - {"full" if column == "full" else "exact"}
+    assert (found.steps == {}) == (column == "full")
+
+
+def test_a_trace_of_another_trainer_is_made_as_the_page_says(tmp_path: Path) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "direction.md").read_text()
+    (block,) = re.findall(r"```py\n(.*?)```", page, re.DOTALL)
+    generator = torch.Generator().manual_seed(0)
+    rows, length, size, temperature = 30, 8, 12, 0.7
+    mu, logits, then = (2 * torch.randn(rows, length, size, generator=generator) for _ in range(3))
+    mu, moved = mu.log_softmax(-1), logits + 0.2 * then
+    ids = mu.exp().view(-1, size).multinomial(1, generator=generator).view(rows, length)
+    mask = torch.arange(length) < torch.randint(1, length + 1, (rows, 1), generator=generator)
+    top = mu.topk(4)
+    advantage = torch.randn(rows, generator=generator)
+    info = TraceInfo(run="other", rule=rule_settings(NoMask()), vocabulary_size=size, top_k=4, temperature=temperature)
+    with TraceWriter(tmp_path / "traces", info) as writer:
+        names = {
+            "tokens_from_arrays": tokens_from_arrays,
+            "info": info,
+            "step": 1,
+            "optimizer_step": 7,
+            "ids": ids,
+            "mu": mu.gather(-1, ids[..., None])[..., 0],
+            "top_ids": top.indices,
+            "top_mu": top.values,
+            "logits": logits,
+            "advantage": advantage,
+            "mask": mask,
+            "optimizer": SimpleNamespace(step=lambda: None),
+            "compute_logits": lambda: moved,
+            "writer": writer,
+        }
+        exec(compile(block, "direction.md", "exec"), names)
+        writer.commit(1)
+    assert writer.problem is None
+    counts = measure(Trace(tmp_path), DELTA).counts["topk/outside/ratio"]
+    expected = [0, 0]
+    pi, after = ((values / temperature).softmax(-1).double().numpy() for values in (logits, moved))
+    for row, place in torch.nonzero(mask).tolist():
+        k = int(ids[row, place])
+        support = [k, *(i for i in top.indices[row, place].tolist() if i != k)]
+        of_mu = _coarse(mu[row, place].double().exp().numpy(), support)
+        before = _kl(of_mu, _coarse(pi[row, place], support))
+        if before > DELTA:
+            expected[0] += 1
+            expected[1] += _kl(of_mu, _coarse(after[row, place], support)) > before
+    assert counts[0, :2].tolist() == expected
+    assert expected[1] > 20
+
+
 def test_delta_is_the_recorded_one_where_that_bounds_a_kl(tmp_path: Path) -> None:
     settings = {"noise": 1.0, "after": True}
     assert measure(make_trace(tmp_path / "a", Predictive(delta=0.02), **settings)).delta == 0.02
@@ -174,7 +252,7 @@ def test_delta_is_the_recorded_one_where_that_bounds_a_kl(tmp_path: Path) -> Non
 
 
 def test_what_cannot_be_measured_says_why(tmp_path: Path) -> None:
-    with pytest.raises(AnalysisError, match=r"--traces\.after"):
+    with pytest.raises(AnalysisError, match=r"--traces\.after.*docs/direction\.md"):
         measure(make_trace(tmp_path / "a"))
     with pytest.raises(AnalysisError, match="top-K missing"):
         measure(make_trace(tmp_path / "b", NoMask(), top_k=0, after=True))
@@ -351,28 +429,238 @@ def test_a_file_that_is_no_study_is_refused(tmp_path: Path) -> None:
         load(tmp_path / FILE)
 
 
+def _counted(seed: int) -> dict[str, Any]:
+    """A seed's counts as `run_seed` gives them, of made-up tokens."""
+    tokens = make_tokens(NoMask(), tokens=300, noise=1.0, seed=seed, after=True, full=True)
+    counts = {key: value.sum(0) for key, value in tally(outside_region(tokens, DELTA)).items()}
+    steps = {key: value[0].tolist() for key, value in single_steps(tokens).items()}
+    return {"accuracy": [0.5], "trainable": 300, "counts": {k: v.tolist() for k, v in counts.items()}, "steps": steps}
+
+
+@pytest.fixture
+def made_up_runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, int]]:
+    """Runs of the study are made up, in a thread: seed 1 fails without momentum. Returns beta1 and seed of each."""
+    ran: list[tuple[float, int]] = []
+
+    def run_one(config: Config, delta: float) -> dict[str, Any]:
+        ran.append((config.optimizer.beta1, config.seed))
+        if ran[-1] == (0, 1):
+            raise TrainingError("the loss is nan")
+        return _counted(config.seed)
+
+    monkeypatch.setattr("predmask.analysis.direction.study.run_seed", run_one)
+    monkeypatch.setattr(
+        "predmask.analysis.direction.study.ProcessPoolExecutor", lambda *_, **__: ThreadPoolExecutor(max_workers=1)
+    )
+    return ran
+
+
+def test_a_seed_that_fails_is_left_out_and_not_tried_again(
+    made_up_runs: list[tuple[float, int]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["direction", "--seeds", "3", "--output", str(tmp_path)]
+    assert main(arguments) == 0
+    printed, progress = capsys.readouterr()
+    assert "6 of 6 runs done" in progress
+    assert "failed    1 of 3 seeds, which are left out: 1\n          seed 1: the loss is nan\n" in printed
+    assert [line for line in printed.splitlines() if line.startswith("clusters")] == [
+        "clusters  3 seeds; intervals need 10 or more",
+        "clusters  2 seeds; intervals need 10 or more",
+    ]
+    study = load(tmp_path / FILE)
+    assert study["failed"] == {"beta1 = 0.9": {}, "beta1 = 0": {"1": "the loss is nan"}}
+    assert {name: sorted(seeds) for name, seeds in study["seeds"].items()} == {
+        "beta1 = 0.9": ["0", "1", "2"],
+        "beta1 = 0": ["0", "2"],
+    }
+    assert len(pooled(study, "beta1 = 0")[0]["topk/outside/ratio"]) == 2
+    assert len(made_up_runs) == 6
+    assert main(arguments) == 0
+    assert len(made_up_runs) == 6
+    assert capsys.readouterr().out == printed
+
+
+def test_a_variant_whose_seeds_all_fail_is_said(
+    made_up_runs: list[tuple[float, int]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(config: Config, delta: float) -> dict[str, Any]:
+        raise TrainingError("the loss is inf; lower the rate")
+
+    monkeypatch.setattr("predmask.analysis.direction.study.run_seed", fail)
+    with pytest.raises(AnalysisError, match=r"beta1 = 0.9: .*every seed.*the loss is inf; lower the rate"):
+        run_study({}, 2, tmp_path)
+
+
+def test_what_had_finished_when_a_study_was_interrupted_is_kept(
+    made_up_runs: list[tuple[float, int]], tmp_path: Path
+) -> None:
+    def interrupt(done: int, total: int) -> None:
+        if done == 1:
+            while len(made_up_runs) < 5:  # so that four are through
+                time.sleep(0.01)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_study({}, 10, tmp_path, progress=interrupt)
+    assert 4 <= sum(map(len, load(tmp_path / FILE)["seeds"].values())) < 20
+    assert load(tmp_path / FILE)["failed"]["beta1 = 0"] == {"1": "the loss is nan"}
+
+
 @pytest.mark.slow
-def test_an_interrupted_study_is_silent_and_keeps_what_is_done(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "predmask", "direction", "--seeds", "50", "--workers", "1", *FAST]
-    command += ["--output", str(tmp_path)]
+def test_a_killed_worker_is_an_error_with_a_remedy_and_the_rest_is_kept(tmp_path: Path) -> None:
+    def kill(done: int, total: int) -> None:
+        if done == 1:
+            multiprocessing.active_children()[0].kill()
+
+    with pytest.raises(AnalysisError, match=r"one of 2 processes was killed.*fewer --workers"):
+        run_study(overrides(FAST), 20, tmp_path, delta=1e-3, workers=2, progress=kill)
+    assert sum(map(len, load(tmp_path / FILE)["seeds"].values())) >= 1
+    assert multiprocessing.active_children() == []
+
+
+def _running(group: int) -> int:
+    """How many processes of a process group run."""
+    listed = subprocess.run(["ps", "-axo", "pgid=,stat="], capture_output=True, text=True, check=True).stdout
+    return sum(int(line.split()[0]) == group and line.split()[1][0] != "Z" for line in listed.splitlines())
+
+
+def _wait_until(true: Any, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stop", "steps", "runs_done"), [(signal.SIGTERM, 1000, 0), (signal.SIGINT, 1000, 0), (signal.SIGINT, 1, 2)]
+)
+def test_an_interrupted_study_ends_at_once_silently_with_its_workers(
+    stop: signal.Signals, steps: int, runs_done: int, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "predmask", "direction", "--seeds", "50", "--workers", "2", *FAST]
+    command += ["--steps", str(steps), "--output", str(tmp_path)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
         assert process.stderr is not None
-        next(line for line in process.stderr if line.startswith("2 of 100"))
-        os.killpg(process.pid, signal.SIGINT)
-        rest = process.stderr.read()
+        try:
+            next(line for line in process.stderr if line.startswith(f"{runs_done} of 100"))
+            _wait_until(lambda: _running(process.pid) == 4, 60)  # the study, its two workers, Python's resource tracker
+            time.sleep(0.5)  # the last one has read what it is told at its start
+            # Ctrl-C reaches the whole group, a scheduler's signal the study alone.
+            (os.killpg if stop == signal.SIGINT else os.kill)(process.pid, stop)
+            rest = process.communicate(timeout=15)[1]
+            _wait_until(lambda: _running(process.pid) == 0, 10)
+        finally:
+            if _running(process.pid):
+                os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 130
+    assert "interrupted; " in rest
     assert "Traceback" not in rest
-    assert sum(map(len, load(tmp_path / FILE)["seeds"].values())) >= 2
+    if runs_done:
+        assert sum(map(len, load(tmp_path / FILE)["seeds"].values())) >= runs_done
+
+
+def test_a_study_of_two_seeds_is_tidy_without_intervals(
+    made_up_runs: list[tuple[float, int]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["direction", "--seeds", "2", "--output", str(tmp_path), "--optimizer.beta1", "0.5"]) == 0
+    printed = capsys.readouterr().out
+    assert "[" not in printed
+    assert "clusters  2 seeds; intervals need 10 or more\nfigures   in %, differences in percentage points\n" in printed
+    assert max(map(len, printed.splitlines())) <= 100
+    assert (tmp_path / "direction.txt").read_text().startswith(printed.partition("\n")[0])
+    assert "95 % intervals" not in (tmp_path / "direction.svg").read_text()
+    # A blank line parts tables, and there is none inside of one.
+    assert all(len(block.splitlines()) != 2 for block in printed.split("\n\n"))
 
 
 def test_the_command_line_prints_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make_trace(tmp_path / "run", tokens=600, noise=1.0, after=True, full=True)
+    make_trace(tmp_path / "run", steps=8, tokens=200, noise=1.0, after=True, full=True)
     assert main(["direction", str(tmp_path / "run"), "--delta", "0.02"]) == 0
     printed = capsys.readouterr().out
     found = measure(Trace(tmp_path / "run"), 0.02)
-    for table in (outside_table, disagreement_table):
-        assert aligned(table(summarise(found.counts), "full")) in printed
+    assert len(found.counts["topk/outside/ratio"]) >= LEAST_CLUSTERS
+    rows = summarise(found.counts)
+    for divergence in ("topk", "full"):  # V = 12 and K = 4: they differ
+        for table in (outside_table, disagreement_table):
+            assert aligned(table(rows, divergence)) in printed
+        assert aligned(steps_table(found.steps, divergence)) in printed
     assert max(map(len, printed.splitlines())) <= 100
+
+
+def test_tables_have_every_figure_with_its_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("predmask.analysis.direction.bootstrap.LEAST_CLUSTERS", 2)
+    # The counts of `test_shares_and_differences_by_hand`, where every resample can be listed.
+    counts = {
+        "topk/outside/ratio": np.array([[10, 4, 5, 2, 3, 6], [10, 6, 5, 4, 1, 4]]),
+        "topk/outside/exact": np.array([[10, 4, 4, 1, 3, 8], [10, 6, 6, 3, 2, 5]]),
+    }
+    rows = summarise(counts)
+    expected = [
+        "criterion  kept   unsafe-keep        vs ratio   shrink-kept         right        vs ratio",
+        "ratio        10          60.0                          40.0          50.0",
+        "                 [40.0, 80.0]                  [20.0, 60.0]  [40.0, 60.0]",
+        "exact        10          40.0           -20.0          50.0          65.0           +15.0",
+        "                 [25.0, 50.0]  [-30.0, -15.0]  [33.3, 75.0]  [50.0, 80.0]  [+10.0, +20.0]",
+    ]
+    assert aligned(outside_table(rows, "topk")).splitlines() == expected
+    alone = [row.split()[0] for row in aligned(disagreement_table(rows, "topk")).splitlines()]
+    assert alone == ["criterion"]
+
+
+def test_the_widest_tables_fit_a_terminal() -> None:
+    counts = {
+        f"topk/{of}/{name}": np.array(6 * [[90_000, 9, 40_000, 40_000, 0, 0], [9_000, 9, 4_000, 0, 4_000, 9_000]])
+        for of, names in (("outside", CRITERIA), *((name, ("ratio", name)) for name in CRITERIA[1:]))
+        for name in names
+    }
+    rows = summarise(counts)
+    text = [*lines(counts, {}, rows, delta=0.05, trainable=2_000_000, clusters="seeds")]
+    assert max(len(row) for line in text for row in line.splitlines()) <= 100
+
+
+def test_steps_of_each_size_have_their_own_number_of_tokens() -> None:
+    counts = {
+        f"topk/{epsilon:g}/{name}": np.array([[1000 + place, 500], [234, 100 + place]])
+        for place, epsilon in enumerate(EPSILONS)
+        for name in ("ratio", "exact")
+    }
+    table = steps_table(counts, "topk")
+    assert table[0] == ["step", "tokens", "ratio", "exact"]
+    assert [row[:2] for row in table[1:]] == [[f"{epsilon:g}", f"{1234 + i:,}"] for i, epsilon in enumerate(EPSILONS)]
+    assert table[2][2] == f"{601 / 1235:.2%}"
+
+
+def test_the_full_vocabulary_is_shown_where_it_differs() -> None:
+    seed = _counted(0)
+    counts = {key: np.array([value]) for key, value in seed["counts"].items() if key.startswith("topk/")}
+    steps = {key: np.array([value]) for key, value in seed["steps"].items() if key.startswith("topk/")}
+
+    def text(brief: bool = True, **changes: int) -> str:
+        def both(found: dict[str, Any]) -> dict[str, Any]:
+            return found | {key.replace("topk/", "full/", 1): value.copy() for key, value in found.items()}
+
+        all_counts, all_steps = both(counts), both(steps)
+        all_counts["full/outside/exact"][0, 5] -= changes.get("right", 0)
+        all_steps["full/0.1/exact"][0, 1] -= changes.get("step", 0)
+        rows = summarise(all_counts)
+        return "\n".join(lines(all_counts, all_steps, rows, delta=DELTA, trainable=300, clusters="seeds", brief=brief))
+
+    same = "The full-vocabulary KL gives the same figures"
+    assert same in text()
+    assert "full-vocabulary KL rose" not in text()
+    for shown in (text(brief=False), text(right=1), text(step=1)):
+        assert same not in shown
+        assert "The full-vocabulary KL rose for" in shown
+        assert "change of its full-vocabulary KL:" in shown
+
+
+def test_the_help_says_what_an_interval_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["direction", "--help"])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"with fewer than {LEAST_CLUSTERS}, figures have no interval" in printed
+    assert f"fewer than {LEAST_CLUSTERS} clusters" in (Path(__file__).parent.parent / "docs/direction.md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -408,7 +696,8 @@ def test_the_page_shows_what_was_measured() -> None:
         assert len(seeds) == 61
         counts, steps = pooled(study, variant)
         rows = summarise(counts)
-        assert f"The top-K KL rose for {rows[0].rose:.1%} of all tokens outside" in page
+        assert f"The top-K KL rose for {rows[0].rose:.1%} of all {rows[0].tokens:,} tokens outside" in page
+        assert "full-vocabulary KL gives the same" in "\n".join(study_lines(study, {variant: rows}))
         for divergence in ("topk", "full"):
             assert aligned(outside_table(rows, divergence)) in page
             assert aligned(disagreement_table(rows, divergence)) in page

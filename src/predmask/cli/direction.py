@@ -5,22 +5,18 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from predmask.cli.numbers import above_zero, positive
-
-if TYPE_CHECKING:
-    from predmask.analysis.direction.outcomes import Counts, Row
 
 _USAGE = """\
 %(prog)s RUN_DIR [--delta DELTA]
        %(prog)s --seeds N [--delta DELTA] [--workers N] [--output DIR]
                           [--OPTION VALUE ...]"""
 _HELP = """\
-A token outside the trust region is kept by a criterion unless the criterion predicts, by the sign of
-A·rate, that the token's own update leads further out. Its divergence is measured again after the
+A token outside the trust region is kept by a criterion unless the criterion predicts, by the sign
+of A·rate, that the token's own update leads further out. Its divergence is measured again after the
 real optimiser step:
 
   unsafe-keep   share of the tokens kept whose divergence rose
@@ -28,19 +24,22 @@ real optimiser step:
   right         share of the tokens whose divergence moved as predicted
 
 for each criterion: the ratio (r - 1), the top-K divergence's rate under the aggregated, the uniform
-and the exact tail, and the full-vocabulary rate. What carries a claim is the paired difference to
-the ratio on the same tokens; intervals are 95 % percentiles of a bootstrap over clusters: optimiser
-steps in one run, seeds in the study. docs/direction.md has the protocol and the results.
+and the exact tail, and the full-vocabulary rate. What carries a claim is the difference to the
+ratio on the same set of tokens; where the two disagree, each token is kept by exactly one of them.
+Intervals are 95 % percentiles of a bootstrap over clusters, in which criterion and ratio are
+resampled together. Clusters are optimiser steps in one run, seeds in the study; with fewer than 10,
+figures have no interval. Tables of the full-vocabulary divergence are left out where they have the
+same figures. docs/direction.md has the protocol and the results.
 
-A run must have been recorded with the policy after each optimiser step. Its delta is that of the
-recorded rule, or 0.15 where that has none, unless given. Best is a run without a mask, where every
-token's own gradient is in the step:
+A run must have been recorded with the policy after each optimiser step (docs/direction.md says how
+another trainer does that). Its delta is that of the recorded rule, or 0.15 where that has none,
+unless given. Best is a run without a mask, where every token's own gradient is in the step:
   predmask train arithmetic-stress --rule none --steps 3 --traces --traces.after --traces.full
 
 With --seeds, the study trains the embedded model that often, a few steps each, and writes
-direction.json (the counts of every seed), direction.txt (the tables) and direction.svg; interrupted,
-it goes on where it was when started again with the same --output. Any option of `predmask train`
-changes what is trained.
+direction.json (the counts of every seed), direction.txt (all tables) and direction.svg. When it was
+interrupted, the same command goes on where it was. A seed whose training fails is reported and left
+out. Any option of `predmask train` changes what is trained.
 
 examples:
   predmask direction runs/...
@@ -90,6 +89,7 @@ def _one(path: Path, delta: float | None) -> int:
 
     from predmask.analysis.direction.outcomes import summarise
     from predmask.analysis.direction.run import measure
+    from predmask.analysis.direction.view import lines
     from predmask.analysis.runs import read_run
     from predmask.analysis.text import rule_text, visible
 
@@ -100,114 +100,56 @@ def _one(path: Path, delta: float | None) -> int:
     print(f"run       {visible(recorded.name)}, rule {rule_text(trace.info.rule)}")
     if trace.info.rule["name"] != "none":
         print("note      what the rule dropped had no gradient of its own in the step; --rule none drops nothing")
-    rows = summarise(found.counts)
-    print("\n".join(_lines(found.counts, found.steps, rows, found.delta, found.trainable, "optimiser steps")))
+    rows, kind = summarise(found.counts), "optimiser steps"
+    text = lines(found.counts, found.steps, rows, delta=found.delta, trainable=found.trainable, clusters=kind)
+    print("\n".join(text))
     return 0
 
 
 def _study(args: argparse.Namespace) -> int:
+    from predmask.analysis.direction.figure import draw
     from predmask.analysis.direction.outcomes import summarise
-    from predmask.analysis.direction.study import DELTA, FILE, pooled, run_study
-    from predmask.analysis.direction.view import draw
-    from predmask.analysis.text import rule_text
+    from predmask.analysis.direction.study_file import FILE, pooled
+    from predmask.analysis.direction.view import study_lines
     from predmask.plotting import need_matplotlib
-    from predmask.train import TrainingError
-    from predmask.train.options import overrides
 
     need_matplotlib()
-    layer = overrides(args.rest)
     output = args.output or Path("runs/direction")
-    delta = args.delta or DELTA
     # Ended by a scheduler or by Ctrl-C, the study keeps the seeds that are done.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    workers = args.workers or _cores()
     try:
-        with Progress() as progress:
-            study = run_study(layer, args.seeds, output, delta=delta, workers=workers, progress=progress)
+        study = _run_study(args, output)
     except KeyboardInterrupt:
         print(f"interrupted; the seeds that are done lie in {output}, and the same command goes on", file=sys.stderr)
         raise
-    except TrainingError as error:
-        print(f"predmask: error: {error}", file=sys.stderr)
-        return 1
-    summaries, text = {}, list[str]()
-    for variant, seeds in study["seeds"].items():
-        counts, steps = pooled(study, variant)
-        config = study["protocol"]["variants"][variant]
-        summaries[variant] = summarise(counts)
-        trainable = sum(seed["trainable"] for seed in seeds.values())
-        text.append(f"study     {variant}, rule {rule_text(config['rule'])}, steps {config['steps']}")
-        text += [*_lines(counts, steps, summaries[variant], delta, trainable, "seeds"), ""]
-    print("\n".join(text))
-    (output / "direction.txt").write_text("\n".join(text), encoding="utf-8")
-    draw(summaries, output / "direction.svg", delta=delta)
+    summaries = {variant: summarise(pooled(study, variant)[0]) for variant in study["seeds"]}
+    print("\n".join(study_lines(study, summaries)))
+    text = "\n".join(study_lines(study, summaries, brief=False))
+    (output / "direction.txt").write_text(text + "\n", encoding="utf-8")
+    draw(summaries, output / "direction.svg", delta=study["protocol"]["delta"])
     for name in (FILE, "direction.txt", "direction.svg"):
         print(f"wrote {output / name}", file=sys.stderr)
     return 0
 
 
-def _lines(
-    counts: Counts, steps: Counts, rows: Sequence[Row], delta: float, trainable: int, cluster: str
-) -> Iterator[str]:
-    """The tables of a run, or of a variant of the study."""
-    from predmask.analysis.direction.bootstrap import LEAST_CLUSTERS
-    from predmask.analysis.direction.outcomes import OUTSIDE
-    from predmask.analysis.direction.view import (
-        DIVERGENCES,
-        aligned,
-        disagreement_table,
-        outside_table,
-        steps_table,
-    )
+def _run_study(args: argparse.Namespace, output: Path) -> dict[str, Any]:
+    """Run the seeds that are missing, with a bar on a terminal, else with a line for each."""
+    from tqdm import tqdm
 
-    clusters = len(next(iter(counts.values())))
-    tokens = rows[0].tokens
-    yield f"outside   {tokens:,} of {trainable:,} trainable tokens have top-K KL above {delta:g}"
-    few = f"; intervals need {LEAST_CLUSTERS} or more" if clusters < LEAST_CLUSTERS else ""
-    yield f"clusters  {clusters:,} {cluster if clusters > 1 else cluster.removesuffix('s')}{few}"
-    if not tokens:
-        return
-    for divergence, label in DIVERGENCES.items():
-        of = [row for row in rows if row.divergence == divergence]
-        if not of:
-            continue
-        yield f"\nThe {label} rose for {of[0].rose:.1%} of all tokens outside:"
-        yield aligned(outside_table(rows, divergence))
-        disagreement = [row.rose for row in of if row.of != OUTSIDE and row.rose is not None]
-        if disagreement:
-            shares = " to ".join(dict.fromkeys(f"{share:.1%}" for share in (min(disagreement), max(disagreement))))
-            yield f"\nWhere a criterion disagrees with the ratio, it rose for {shares}:"
-            yield aligned(disagreement_table(rows, divergence))
-        else:
-            yield "\nNo criterion disagrees with the ratio on any of them."
-    for divergence, label in DIVERGENCES.items():
-        if steps:
-            number = int(next(iter(steps.values()))[:, 0].sum())
-            yield f"\nA single token's logit step: sign of the change of its {label} right, % of {number:,} tokens"
-            yield aligned(steps_table(steps, divergence))
+    from predmask.analysis.direction.study import DELTA, run_study
+    from predmask.train.options import overrides
 
+    with tqdm(unit="run", leave=False, dynamic_ncols=True, disable=None) as bar:
 
-class Progress:
-    """How many runs of the study are done: a bar on a terminal, else a line each."""
+        def show(done: int, total: int) -> None:
+            if bar.disable:
+                print(f"{done} of {total} runs done", file=sys.stderr, flush=True)
+            else:
+                bar.total = total
+                bar.update(done - bar.n)
 
-    def __enter__(self) -> Progress:
-        self._bar: Any = None
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-    def __call__(self, done: int, total: int) -> None:
-        """Show it."""
-        from tqdm import tqdm
-
-        if not sys.stderr.isatty():
-            print(f"{done} of {total} runs done", file=sys.stderr, flush=True)
-            return
-        if self._bar is None:
-            self._bar = tqdm(total=total, initial=done, unit="run", leave=False, dynamic_ncols=True)
-        self._bar.update(done - self._bar.n)
+        delta, workers = args.delta or DELTA, args.workers or _cores()
+        return run_study(overrides(args.rest), args.seeds, output, delta=delta, workers=workers, progress=show)
 
 
 def _cores() -> int:

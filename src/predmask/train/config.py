@@ -170,9 +170,7 @@ class Config:
     optimizer: Annotated[OptimizerConfig, Doc("AdamW")] = field(default_factory=OptimizerConfig)
     update: Annotated[UpdateConfig, Doc("optimiser steps on each rollout")] = field(default_factory=UpdateConfig)
     eval: Annotated[EvalConfig, Doc("held-out accuracy")] = field(default_factory=EvalConfig)
-    traces: Annotated[TraceConfig, Doc("token traces, into the run directory: --traces")] = field(
-        default_factory=TraceConfig
-    )
+    traces: Annotated[TraceConfig, Doc("--traces: tokens, into the run directory")] = field(default_factory=TraceConfig)
 
     def __post_init__(self) -> None:
         _at_least(self, "", steps=1, seed=0, threads=0)

@@ -41,7 +41,7 @@ def resampled_sums(counts: NDArray[np.int64], *, samples: int = SAMPLES, seed: i
 def interval(values: NDArray[np.float64], clusters: int) -> tuple[float, float] | tuple[None, None]:
     """The percentile interval at `LEVEL` of resampled values [samples], NaN where a sample has no token of the figure.
 
-    None with less than `LEAST_CLUSTERS` clusters, and where tokens are in so few of them that many samples have none.
+    None with fewer than `LEAST_CLUSTERS` clusters, and where tokens are in so few of them that many samples have none.
     """
     known = values[~np.isnan(values)]
     if clusters < LEAST_CLUSTERS or len(known) < LEVEL * len(values):

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from predmask.analysis.direction.outcomes import KL, Counts, criterion_rates, full_support, outward, top_k_divergence
+from predmask.analysis.direction.outcomes import KL, Tallies, criterion_rates, full_support, outward, top_k_divergence
 from predmask.core import BehaviourSupport, PolicySupport
 from predmask.traces import TokenTrace
 
@@ -17,7 +17,7 @@ _ROUNDING = 1e-12
 """Changes below this are float64's, in nats: where a policy is all but certain, small steps move nothing else."""
 
 
-def single_steps(tokens: TokenTrace) -> Counts:
+def single_steps(tokens: TokenTrace) -> Tallies:
     """By "divergence/epsilon/criterion", [1, 2] counts: tokens that moved, and those whose sign was predicted right.
 
     At each trainable token with top-K KL above `STEP_DELTA`, the logits move by epsilon · sign(A) · (e_k - pi), in

@@ -23,12 +23,10 @@ from predmask.traces import TokenTrace
 
 CRITERIA = ("ratio", "aggregated", "uniform", "exact", "full")
 """By the ratio, by the top-K divergence's rate under each tail, and by the full-vocabulary rate."""
-CHANGES = ("topk", "full")
-"""The divergences whose change is measured: KL(mu‖pi) on the support and its tail, and on the whole vocabulary."""
-OUTSIDE = "outside"
+ALL_OUTSIDE = "outside"
 """All tokens outside; the other sets are called by the criterion that disagrees there with the ratio."""
 
-Counts = dict[str, NDArray[np.int64]]
+Tallies = dict[str, NDArray[np.int64]]
 """[C, X] counts in each of C clusters, by what they are of."""
 
 KL = get_divergence("kl")
@@ -44,7 +42,7 @@ class Outside:
     outward: Mapping[str, Tensor]
     """By criterion, [N] the sign of A·rate: above 0 the criterion drops the token."""
     change: Mapping[str, Tensor]
-    """By divergence, [N] its change over the optimiser step, in nats."""
+    """By divergence, `topk` and with whole distributions `full`, [N] its change over the optimiser step, in nats."""
 
     def __len__(self) -> int:
         return len(self.cluster)
@@ -88,14 +86,14 @@ def outside_region(tokens: TokenTrace, delta: float) -> Outside:
     )
 
 
-def tally(tokens: Outside) -> Counts:
+def tally(tokens: Outside) -> Tallies:
     """By "divergence/set/criterion", [C, 6] counts: tokens, rose, kept, kept that rose, kept that fell, sign right.
 
     Sets are all tokens outside, and for each criterion the tokens where it disagrees with the ratio.
     """
     clusters, index = torch.unique(tokens.cluster, return_inverse=True)
     kept = {name: sign <= 0 for name, sign in tokens.outward.items()}
-    sets = {OUTSIDE: (torch.ones_like(kept["ratio"]), tuple(kept))}
+    sets = {ALL_OUTSIDE: (torch.ones_like(kept["ratio"]), tuple(kept))}
     sets |= {name: (kept[name] != kept["ratio"], ("ratio", name)) for name in kept if name != "ratio"}
     counts = {}
     for divergence, change in tokens.change.items():
@@ -117,7 +115,7 @@ def tally(tokens: Outside) -> Counts:
 
 @dataclass(frozen=True)
 class Row:
-    """A criterion on a set of tokens, and its distance to the ratio on the same tokens."""
+    """A criterion on a set of tokens, and its distance to the ratio on that set."""
 
     divergence: str
     of: str
@@ -131,10 +129,13 @@ class Row:
     """`unsafe_keep`: share of the kept tokens whose divergence rose; `shrink_kept`: that fell; `accuracy`: share of
     all tokens whose change has the predicted sign."""
     to_ratio: Mapping[str, Estimate]
-    """The same, minus the ratio's; paired, so that its interval is that of the difference."""
+    """The same, minus the ratio's in the same resamples of clusters, so that its interval is that of the difference.
+
+    Only `accuracy` is paired token by token: what the two criteria keep differs, and where they disagree has no token
+    in common."""
 
 
-def summarise(counts: Counts, *, samples: int = SAMPLES, seed: int = 0) -> list[Row]:
+def summarise(counts: Tallies, *, samples: int = SAMPLES, seed: int = 0) -> list[Row]:
     """The rows of a table, pooled over clusters, with cluster-bootstrap intervals."""
     clusters = len(next(iter(counts.values())))
     stacked = np.concatenate(list(counts.values()), axis=1)
@@ -167,9 +168,9 @@ def summarise(counts: Counts, *, samples: int = SAMPLES, seed: int = 0) -> list[
     return rows
 
 
-def add(parts: Iterable[Counts]) -> Counts:
-    """Counts of the same clusters, summed."""
-    total: Counts = {}
+def add(parts: Iterable[Tallies]) -> Tallies:
+    """Tallies of the same clusters, summed."""
+    total: Tallies = {}
     for part in parts:
         for key, value in part.items():
             total[key] = total[key] + value if key in total else value

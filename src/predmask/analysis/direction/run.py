@@ -9,9 +9,10 @@ import torch
 
 from predmask.analysis import AnalysisError
 from predmask.analysis.direction.logit_steps import single_steps
-from predmask.analysis.direction.outcomes import Counts, Outside, add, outside_region, tally, top_k_divergence
+from predmask.analysis.direction.outcomes import Outside, Tallies, add, outside_region, tally, top_k_divergence
 from predmask.core import Predictive
 from predmask.traces import Trace
+from predmask.traces.schema import OPTIONAL
 
 
 @dataclass(frozen=True)
@@ -21,9 +22,9 @@ class Direction:
     delta: float
     trainable: int
     """Trainable tokens that were recorded."""
-    counts: Counts
+    counts: Tallies
     """See `tally`; a cluster is an optimiser step."""
-    steps: Counts
+    steps: Tallies
     """See `predmask.analysis.direction.logit_steps`; empty where whole distributions were not recorded."""
 
 
@@ -46,11 +47,14 @@ def measure(
     if "after_logp" not in trace.columns:
         raise AnalysisError(
             f"{trace.directory} does not say what became of a token after its optimiser step; record that with "
-            "`predmask train PRESET --traces --traces.after` (and --traces.full for the full-vocabulary criterion)"
+            "`predmask train PRESET --traces --traces.after` (and --traces.full for the full-vocabulary criterion), or "
+            "from another trainer as docs/direction.md says"
         )
     delta = _recorded_delta(trace) if delta is None else delta
     outside, steps, trainable, largest = [], [], 0, 0.0
-    for tokens in trace.tokens(without=("entropy",)):
+    # What only some of the steps have is left out: every figure is of the same tokens.
+    without = ["entropy", *(name for name in OPTIONAL if name not in trace.columns)]
+    for tokens in trace.tokens(without=without):
         divergence = top_k_divergence(tokens)
         divergence = divergence[torch.isfinite(divergence)]
         trainable += len(divergence)

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
-from multiprocessing import get_context, parent_process
+from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
-from signal import SIG_DFL, SIGINT, signal
+from signal import SIG_BLOCK, SIG_SETMASK, SIGINT, pthread_sigmask
 from typing import Any
-
-import numpy as np
 
 from predmask.analysis import AnalysisError
 from predmask.analysis.direction.logit_steps import single_steps
-from predmask.analysis.direction.outcomes import Counts, Outside, add, outside_region, tally
+from predmask.analysis.direction.outcomes import Outside, Tallies, add, outside_region, tally
+from predmask.analysis.direction.study_file import ENDS, FILE, load, write
 from predmask.traces import SampleTrace, TokenTrace
 from predmask.train import PRESETS, Config, Trainer, TrainingError
 from predmask.train.options import resolve, to_toml
@@ -30,8 +29,6 @@ DELTA: float = PRESETS[PRESET].values["rule"]["delta"]
 """Threshold of the top-K KL: the preset's."""
 BETAS = (0.9, 0.0)
 """AdamW's momentum, and none: momentum moves a token whatever its own gradient says."""
-FILE = "direction.json"
-_KINDS = ("counts", "steps")
 
 _OWN: dict[str, Any] = {
     "seed": 0,
@@ -102,50 +99,75 @@ def run_study(
 ) -> dict[str, Any]:
     """Run every variant with seeds 0 to `seeds` - 1 in `workers` processes of one thread each; returns what FILE holds.
 
-    FILE in `directory` is written anew as each seed finishes, and seeds that it has are not run again. Raises
-    AnalysisError where it holds a study of another protocol. `progress` is told how many runs are done, of how many.
+    FILE in `directory` is written anew as each seed finishes, and seeds that it has are not run again; nor are those
+    whose training failed, which it has with the reason. `progress` is told how many runs are done, of how many. Raises
+    AnalysisError where FILE holds a study of another protocol, where a worker was killed, and where training failed
+    with every seed of a variant.
     """
     configs = variants(layer)
     protocol = {"delta": delta, "variants": {name: _described(config) for name, config in configs.items()}}
     path = directory / FILE
-    study = load(path) if path.is_file() else {"protocol": protocol, "seeds": {name: {} for name in configs}}
+    fresh = {"protocol": protocol, **{end: {name: {} for name in configs} for end in ENDS}}
+    study = load(path) if path.is_file() else fresh
     if study["protocol"] != protocol:
         raise AnalysisError(f"{path} holds a study with other options; choose another --output, or delete it")
     directory.mkdir(parents=True, exist_ok=True)
     wanted = [(name, seed) for seed in range(seeds) for name in configs]
-    missing = [(name, seed) for name, seed in wanted if str(seed) not in study["seeds"][name]]
+    missing = [(name, seed) for name, seed in wanted if not any(str(seed) in study[end][name] for end in ENDS)]
     done = len(wanted) - len(missing)
     progress(done, len(wanted))
-    # Ctrl-C reaches the workers too; they end at once and in silence.
-    with ProcessPoolExecutor(workers, get_context("spawn"), initializer=signal, initargs=(SIGINT, SIG_DFL)) as pool:
-        runs = {(name, seed): replace(configs[name], seed=seed) for name, seed in missing}
-        running = {pool.submit(_work, config, delta): run for run, config in runs.items()}
-        try:
+    running: dict[Future[dict[str, Any]], tuple[str, int]] = {}
+    try:
+        with _pool(workers) as pool:
+            with _deaf_to_ctrl_c():
+                for name, seed in missing:
+                    running[pool.submit(run_seed, replace(configs[name], seed=seed), delta)] = name, seed
             for future in as_completed(running):
-                name, seed = running[future]
-                try:
-                    study["seeds"][name][str(seed)] = future.result()
-                except TrainingError as error:
-                    raise TrainingError(f"{name}, seed {seed}: {error}") from error
-                _write(path, study)
+                _take(study, *running[future], future)
+                write(path, study)
+                del running[future]
                 done += 1
                 progress(done, len(wanted))
+    except BrokenProcessPool as error:
+        raise AnalysisError(
+            f"one of {workers} processes was killed, as happens where memory runs out; what is done lies in "
+            f"{directory}, and the same command goes on: give it fewer --workers, or more memory"
+        ) from error
+    finally:
+        # Cut short, it keeps what had ended.
+        for future, (name, seed) in running.items():
+            if future.done() and not future.cancelled() and isinstance(future.exception(), TrainingError | None):
+                _take(study, name, seed, future)
+                write(path, study)
+    return _of_seeds(study, seeds)
+
+
+@contextmanager
+def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
+    """Worker processes, which are ended at once where the block is left by an error."""
+    others = set(active_children())
+    with ProcessPoolExecutor(workers, get_context("spawn"), initializer=_end_with_parent) as pool:
+        try:
+            yield pool
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
+            for process in set(active_children()) - others:
+                process.terminate()
+            pool.shutdown(cancel_futures=True)
             raise
-    wanted_seeds = [str(seed) for seed in range(seeds)]
-    return study | {"seeds": {name: {seed: study["seeds"][name][seed] for seed in wanted_seeds} for name in configs}}
 
 
-def _work(config: Config, delta: float) -> dict[str, Any]:
-    """A seed in a process of the pool."""
-    _end_with_parent()
-    return run_seed(config, delta)
+@contextmanager
+def _deaf_to_ctrl_c() -> Iterator[None]:
+    """Processes that are started in the block never hear of Ctrl-C: the study alone does, and ends them."""
+    before = pthread_sigmask(SIG_BLOCK, {SIGINT})
+    try:
+        yield
+    finally:
+        pthread_sigmask(SIG_SETMASK, before)
 
 
-@cache
 def _end_with_parent() -> None:
-    """A study that was killed leaves no process behind: a pool's own ones would wait for work for ever."""
+    """A worker ends with a study that was killed: a pool's own would wait for work for ever."""
 
     def wait() -> None:
         parent = parent_process()
@@ -156,24 +178,25 @@ def _end_with_parent() -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-def load(path: Path) -> dict[str, Any]:
-    """What FILE holds: `protocol`, and `seeds` by variant and seed, each as `run_seed` gives it."""
+def _take(study: dict[str, Any], name: str, seed: int, future: Future[dict[str, Any]]) -> None:
+    """Put what a run came to into the study."""
     try:
-        study = json.loads(path.read_text(encoding="utf-8"))
-        keys = study.pop("keys")
-        for seeds in study["seeds"].values():
-            for seed in seeds.values():
-                seed.update({kind: dict(zip(keys[kind], seed[kind], strict=True)) for kind in _KINDS})
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise AnalysisError(f"{path} cannot be read as a direction study: {error!r}") from error
-    return study
+        study["seeds"][name][str(seed)] = future.result()
+    except TrainingError as error:
+        study["failed"][name][str(seed)] = str(error)
 
 
-def pooled(study: Mapping[str, Any], variant: str) -> tuple[Counts, Counts]:
-    """The counts of a variant's seeds, each seed a cluster: those of tokens outside, and of single logit steps."""
-    seeds = [study["seeds"][variant][seed] for seed in sorted(study["seeds"][variant], key=int)]
-    counts, steps = ({key: np.array([seed[kind][key] for seed in seeds]) for key in seeds[0][kind]} for kind in _KINDS)
-    return counts, steps
+def _of_seeds(study: Mapping[str, Any], seeds: int) -> dict[str, Any]:
+    """The study of seeds 0 to `seeds` - 1: FILE may hold more."""
+    wanted = [str(seed) for seed in range(seeds)]
+    ended = {
+        end: {name: {seed: runs[seed] for seed in wanted if seed in runs} for name, runs in study[end].items()}
+        for end in ENDS
+    }
+    for name, runs in ended["seeds"].items():
+        if not runs:
+            raise AnalysisError(f"{name}: training failed with every seed; with seed 0: {ended['failed'][name]['0']}")
+    return {**study, **ended}
 
 
 class _Counting:
@@ -183,7 +206,7 @@ class _Counting:
         self.delta = delta
         self.trainable = 0
         self.outside: list[Outside] = []
-        self.steps: list[Counts] = []
+        self.steps: list[Tallies] = []
 
     def wants(self, step: int) -> bool:
         return True
@@ -201,20 +224,3 @@ class _Counting:
 def _described(config: Config) -> dict[str, Any]:
     """A configuration as JSON has it, without what the study sets for every run."""
     return {key: value for key, value in tomllib.loads(to_toml(config, comments=False)).items() if key not in _OWN}
-
-
-def _write(path: Path, study: Mapping[str, Any]) -> None:
-    """A seed a line, the keys of its counts but once; renamed to its place, so that no reader meets half a file."""
-    keys: dict[str, list[str]] = {}
-    variants = []
-    for name, seeds in study["seeds"].items():
-        rows = []
-        for seed in sorted(seeds, key=int):
-            keys = {kind: list(seeds[seed][kind]) for kind in _KINDS}
-            packed = seeds[seed] | {kind: list(seeds[seed][kind].values()) for kind in _KINDS}
-            rows.append(f'"{seed}": {json.dumps(packed, separators=(",", ":"))}')
-        variants.append(f"{json.dumps(name)}: {{\n" + ",\n".join(rows) + "\n}")
-    head = f'{{"protocol": {json.dumps(study["protocol"])},\n"keys": {json.dumps(keys)},\n"seeds": {{'
-    partial = path.with_suffix(".partial")
-    partial.write_text(head + ",\n".join(variants) + "}}\n", encoding="utf-8")
-    partial.rename(path)

@@ -1,40 +1,108 @@
-"""The direction study as tables and as a figure."""
+"""The direction study as text: lines and tables for a terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from textwrap import wrap
 from typing import Any
 
-from predmask.analysis.direction.bootstrap import Estimate
+import numpy as np
+
+from predmask.analysis.direction.bootstrap import LEAST_CLUSTERS, Estimate
 from predmask.analysis.direction.logit_steps import EPSILONS
-from predmask.analysis.direction.outcomes import CRITERIA, OUTSIDE, Counts, Row
-from predmask.plotting import BLUE, VERMILLION, canvas
+from predmask.analysis.direction.outcomes import ALL_OUTSIDE, CRITERIA, Row, Tallies
+from predmask.analysis.direction.study_file import pooled
+from predmask.analysis.text import percent, rule_text, visible
+from predmask.traces.reader import ranges
 
 Cells = list[list[str]]
 """The rows of a table, its heading first."""
 
-DIVERGENCES = {"topk": "top-K KL", "full": "full-vocabulary KL"}
-_FIGURES = {"unsafe_keep": "unsafe-keep", "shrink_kept": "shrink-kept"}
+LABELS = {"topk": "top-K KL", "full": "full-vocabulary KL"}
+"""The divergences whose change is measured."""
+_INDENT = 10 * " "
+_ALIKE = 1e-3
+"""Shares that differ by no more, .1 percentage points, look alike."""
+
+
+def lines(
+    counts: Tallies,
+    steps: Tallies,
+    rows: Sequence[Row],
+    *,
+    delta: float,
+    trainable: int,
+    clusters: str,
+    brief: bool = True,
+) -> Iterator[str]:
+    """The tables of a run, or of a variant of the study; `clusters` is what its clusters are called.
+
+    If `brief`, those of the full-vocabulary KL are left out where they look like those of the top-K KL.
+    """
+    number, tokens = len(next(iter(counts.values()))), rows[0].tokens
+    few = number < LEAST_CLUSTERS
+    yield f"outside   {tokens:,} of {trainable:,} trainable tokens have top-K KL above {delta:g}"
+    yield f"clusters  {number:,} {clusters if number > 1 else clusters.removesuffix('s')}" + (
+        f"; intervals need {LEAST_CLUSTERS} or more" if few else ""
+    )
+    if not tokens:
+        return
+    yield "figures   in %, differences in percentage points" + ("" if few else "; below them their 95 % intervals")
+    one, other = (np.array(_numbers(rows, steps, divergence), dtype=np.float64) for divergence in LABELS)
+    same = brief and len(one) == len(other) and np.allclose(one, other, rtol=0, atol=_ALIKE, equal_nan=True)
+    for divergence in ("topk",) if same else LABELS:
+        yield from _outcome_lines([row for row in rows if row.divergence == divergence], LABELS[divergence])
+        cells = steps_table(steps, divergence)
+        if len(cells) > 1:
+            yield f"\nA single token's logit step: share of right signs of the change of its {LABELS[divergence]}:"
+            yield aligned(cells)
+    if same:
+        yield "\nThe full-vocabulary KL gives the same figures, to within 0.1 percentage points."
+
+
+def study_lines(
+    study: Mapping[str, Any], summaries: Mapping[str, Sequence[Row]], *, brief: bool = True
+) -> Iterator[str]:
+    """The tables of every variant of a study as `study_file.load` gives it; `summaries` has its rows by variant."""
+    protocol = study["protocol"]
+    for number, (variant, rows) in enumerate(summaries.items()):
+        config, seeds, failed = protocol["variants"][variant], study["seeds"][variant], study["failed"][variant]
+        if number:
+            yield ""
+        yield f"study     {variant}, rule {rule_text(config['rule'])}, steps {config['steps']}"
+        if failed:
+            which = ranges(sorted(map(int, failed)))
+            yield f"failed    {len(failed)} of {len(seeds) + len(failed)} seeds, which are left out: {which}"
+            for seed, reason in failed.items():
+                yield from wrap(
+                    visible(f"seed {seed}: {reason}"), 98, initial_indent=_INDENT, subsequent_indent=_INDENT
+                )
+        counts, steps = pooled(study, variant)
+        trainable = sum(seed["trainable"] for seed in seeds.values())
+        yield from lines(
+            counts, steps, rows, delta=protocol["delta"], trainable=trainable, clusters="seeds", brief=brief
+        )
 
 
 def outside_table(rows: Iterable[Row], divergence: str) -> Cells:
-    """All tokens outside, a row for each criterion."""
-    return _table([row for row in rows if row.divergence == divergence and row.of == OUTSIDE])
+    """All tokens outside, the same ones for each criterion."""
+    cells = _table([row for row in rows if row.divergence == divergence and row.of == ALL_OUTSIDE])
+    return [[criterion, *others] for criterion, _, *others in cells]
 
 
 def disagreement_table(rows: Iterable[Row], divergence: str) -> Cells:
     """The tokens where a criterion disagrees with the ratio: for each criterion a set of its own, so in pairs."""
-    return _table([row for row in rows if row.divergence == divergence and row.of != OUTSIDE])
+    return _table([row for row in rows if row.divergence == divergence and row.of != ALL_OUTSIDE])
 
 
-def steps_table(counts: Counts, divergence: str) -> Cells:
-    """Single logit steps: share of the tokens where the sign is right, by the step's size and criterion."""
-    criteria = [name for name in CRITERIA if f"{divergence}/{EPSILONS[0]:g}/{name}" in counts]
-    cells = [["step", *criteria]]
-    for epsilon in EPSILONS:
-        pooled = [counts[f"{divergence}/{epsilon:g}/{name}"].sum(0).tolist() for name in criteria]
-        cells.append([f"{epsilon:g}", *(f"{100 * right / tokens:.2f}" if tokens else "-" for tokens, right in pooled)])
+def steps_table(steps: Tallies, divergence: str) -> Cells:
+    """Single logit steps: by the step's size, the tokens that moved and the share of each criterion's right signs."""
+    criteria = [name for name in CRITERIA if f"{divergence}/{EPSILONS[0]:g}/{name}" in steps]
+    cells = [["step", "tokens", *criteria]]
+    for epsilon in EPSILONS if criteria else ():
+        pooled = [steps[f"{divergence}/{epsilon:g}/{name}"].sum(0).tolist() for name in criteria]
+        shares = [percent(right / tokens if tokens else None) for tokens, right in pooled]
+        cells.append([f"{epsilon:g}", f"{pooled[0][0]:,}", *shares])
     return cells
 
 
@@ -44,78 +112,64 @@ def aligned(cells: Cells) -> str:
     return "\n".join("  ".join([row[0].ljust(first), *map(str.rjust, row[1:], others)]).rstrip() for row in cells)
 
 
-def draw(variants: Mapping[str, Sequence[Row]], path: Path, *, delta: float, divergence: str = "topk") -> None:
-    """For each variant, unsafe-keep and shrink-kept of every criterion beside the ratio on the same tokens."""
-    panels = [(name, figure) for figure in _FIGURES for name in variants]
-    with canvas(path, 1 + 3.1 * len(panels), 5.2) as figure:
-        axes = figure.subplots(2, len(panels), squeeze=False, sharey="row")
-        for column, (name, what) in enumerate(panels):
-            rows = [row for row in variants[name] if row.divergence == divergence and row.criterion != "ratio"]
-            ratios = {
-                row.of: row for row in variants[name] if row.divergence == divergence and row.criterion == "ratio"
-            }
-            for axis, inside in zip(axes[:, column], (True, False), strict=True):
-                shown = [row for row in rows if (row.of == OUTSIDE) == inside and row.criterion != "ratio"]
-                _panel(axis, shown, ratios, what)
-            axes[0, column].set_title(f"{_FIGURES[what]}, {name}", fontsize=10)
-            axes[1, column].set_xlabel("% of the tokens kept")
-        axes[0, 0].set_ylabel("all tokens outside")
-        axes[1, 0].set_ylabel("where it disagrees\nwith the ratio")
-        handles, labels = axes[0, 0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
-        label = DIVERGENCES[divergence]
-        figure.suptitle(
-            f"{label} of tokens outside (delta {delta:g}) over their optimiser step; "
-            "numbers: paired difference to the ratio, in points, with its 95 % interval",
-            fontsize=10,
-        )
+def value_text(figure: Estimate, sign: str = "") -> str:
+    """A share in percent, or with `sign` + a difference in percentage points; a dash over no token."""
+    return "–" if figure.value is None else f"{100 * figure.value:{sign}.1f}"
 
 
-def _panel(axis: Any, rows: Sequence[Row], ratios: Mapping[str, Row], what: str) -> None:
-    for place, row in enumerate(rows):
-        for at, of, colour, mark, label in (
-            (place - 0.13, row, BLUE, "o", "the criterion"),
-            (place + 0.13, ratios[row.of], VERMILLION, "D", "the ratio, on the same tokens"),
-        ):
-            value, low, high = of.figures[what]
-            if value is None:
-                continue
-            if low is not None and high is not None:
-                axis.plot([100 * low, 100 * high], [at, at], color=colour, lw=1.4)
-            face = colour if mark == "o" else "white"
-            axis.plot([100 * value], [at], mark, color=colour, mfc=face, ms=5, ls="", label="" if place else label)
-        difference = row.to_ratio[what]
-        if difference.value is not None:
-            # Above the marks: the paired difference is what the study says.
-            at = (0.98, place - 0.3)
-            axis.annotate(_points(difference), at, xycoords=("axes fraction", "data"), ha="right", va="bottom", size=7)
-    axis.set_yticks(range(len(rows)), [row.criterion for row in rows])
-    axis.set_ylim(len(rows) - 0.5, -0.7)
-    axis.margins(x=0.12)
-    axis.grid(axis="x", color="#dddddd", lw=0.6)
-    axis.set_axisbelow(True)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.tick_params(axis="y", length=0)
+def interval_text(figure: Estimate, sign: str = "") -> str:
+    """Its interval; empty where there is none."""
+    if figure.low is None or figure.high is None:
+        return ""
+    return f"[{100 * figure.low:{sign}.1f}, {100 * figure.high:{sign}.1f}]"
+
+
+def _outcome_lines(rows: Sequence[Row], label: str) -> Iterator[str]:
+    """What a divergence did, on all tokens outside and on the sets of disagreement."""
+    if not rows:
+        return
+    divergence = rows[0].divergence
+    yield f"\nThe {label} rose for {rows[0].rose:.1%} of all {rows[0].tokens:,} tokens outside:"
+    yield aligned(outside_table(rows, divergence))
+    rose = [row.rose for row in rows if row.of != ALL_OUTSIDE and row.rose is not None]
+    if rose:
+        shares = " to ".join(dict.fromkeys(f"{share:.1%}" for share in (min(rose), max(rose))))
+        yield f"\nWhere a criterion disagrees with the ratio, it rose for {shares}:"
+        yield aligned(disagreement_table(rows, divergence))
+    else:
+        yield "\nNo criterion disagrees with the ratio on any of them."
 
 
 def _table(rows: Sequence[Row]) -> Cells:
-    cells = [["criterion", "tokens", "kept", "unsafe-keep", "minus ratio's", "shrink-kept", "minus ratio's", "right"]]
+    """The figures of each row, and in a row below it their intervals as far as there are any."""
+    cells = [["criterion", "tokens", "kept", "unsafe-keep", "vs ratio", "shrink-kept", "right", "vs ratio"]]
     for row in rows:
-        cell = [row.criterion, f"{row.tokens:,}", f"{row.kept:,}"]
-        for figure in _FIGURES:
-            cell += [_share(row.figures[figure]), "" if row.criterion == "ratio" else _points(row.to_ratio[figure])]
-        cells.append([*cell, _share(row.figures["accuracy"])])
+        is_ratio = row.criterion == "ratio"
+        columns = [
+            (row.figures["unsafe_keep"], ""),
+            (None if is_ratio else row.to_ratio["unsafe_keep"], "+"),
+            (row.figures["shrink_kept"], ""),
+            (row.figures["accuracy"], ""),
+            (None if is_ratio else row.to_ratio["accuracy"], "+"),
+        ]
+        for head, text in (
+            ([row.criterion, f"{row.tokens:,}", f"{row.kept:,}"], value_text),
+            (["", "", ""], interval_text),
+        ):
+            cells.append([*head, *("" if figure is None else text(figure, sign) for figure, sign in columns)])
+        if not any(cells[-1]):
+            cells.pop()
     return cells
 
 
-def _share(figure: Estimate) -> str:
-    """In percent."""
-    return "-" if figure.value is None else f"{100 * figure.value:.1f}"
-
-
-def _points(figure: Estimate) -> str:
-    """In percentage points, with the interval as far as there is one."""
-    if figure.value is None:
-        return "-"
-    ends = "" if figure.low is None or figure.high is None else f" [{100 * figure.low:+.1f}, {100 * figure.high:+.1f}]"
-    return f"{100 * figure.value:+.1f}{ends}"
+def _numbers(rows: Iterable[Row], steps: Tallies, divergence: str) -> list[float | None]:
+    """Every figure of a divergence, with the ends of its interval."""
+    found: list[float | None] = []
+    for row in rows:
+        if row.divergence == divergence:
+            found += [row.rose, *(end for figure in (*row.figures.values(), *row.to_ratio.values()) for end in figure)]
+    for key, counts in steps.items():
+        if key.startswith(f"{divergence}/"):
+            tokens, right = counts.sum(0).tolist()
+            found.append(right / tokens if tokens else None)
+    return found
