@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -16,7 +17,7 @@ from predmask.rollout import Rollout
 from predmask.tasks import Problem
 from predmask.traces import FullRows, SampleTrace, TokenTrace, TraceInfo, rule_settings
 from predmask.train.batches import Batch
-from predmask.train.config import Config, ConfigError, TraceConfig
+from predmask.train.config import Config, ConfigError
 from predmask.train.forward import Forward
 
 LARGEST_FULL = 4096
@@ -50,31 +51,29 @@ def trace_info(config: Config, vocabulary_size: int, run: str) -> TraceInfo:
     )
 
 
-@dataclass
 class StepTrace:
-    """The step that is going on: which responses are recorded, and where the trainer stands in it."""
+    """The step that is going on, and what of it is recorded: nothing, where there is no recorder that wants it."""
 
-    recorder: Recorder
-    settings: TraceConfig
-    forward: Forward
-    step: int
-    group_size: int
-    chosen: Tensor
-    """[B] bool, the responses that are recorded."""
-
-    @classmethod
-    def begin(cls, recorder: Recorder, config: Config, forward: Forward, step: int, responses: int) -> StepTrace:
-        """Choose `traces.responses` of the step's responses, spread evenly over its prompts."""
-        count = min(config.traces.responses or responses, responses)
-        chosen = torch.zeros(responses, dtype=torch.bool)
-        chosen[torch.arange(count) * responses // count] = True
-        return cls(recorder, config.traces, forward, step, config.rollout.group_size, chosen)
+    def __init__(self, recorder: Recorder | None, config: Config, forward: Forward, step: int) -> None:
+        self._recorder = recorder if recorder is not None and recorder.wants(step) else None
+        self.settings = config.traces
+        self.forward = forward
+        self.step = step
+        self.group_size = config.rollout.group_size
+        self.full = self._recorder is not None and self.settings.full
+        """Whether whole distributions are recorded."""
+        self.chosen = torch.empty(0, dtype=torch.bool)
+        """[B] the responses that are recorded."""
 
     def responses(self, problems: Sequence[Problem], rollout: Rollout, rewards: Tensor, advantage: Tensor) -> None:
-        """Record what was asked and what came of it."""
-        if self.settings.full and rollout.full_logp is None:
+        """Choose `traces.responses` of them, spread evenly over the prompts, and record what came of them."""
+        if self.full and rollout.full_logp is None:
             raise ConfigError("traces.full is on, but the engine records no whole distributions; turn it off")
-        self.recorder.add(
+        total = len(rollout.prompts)
+        count = 0 if self._recorder is None else min(self.settings.responses or total, total)
+        chosen = torch.arange(count) * total // max(count, 1)
+        self.chosen = torch.zeros(total, dtype=torch.bool).index_fill_(0, chosen, True)
+        self.record(
             [
                 SampleTrace(
                     step=self.step,
@@ -88,13 +87,30 @@ class StepTrace:
                     problem=problems[sample].id,
                     reference=str(problems[sample].reference),
                 )
-                for sample in torch.nonzero(self.chosen)[:, 0].tolist()
+                for sample in chosen.tolist()
             ]
         )
 
-    def minibatch(self, epoch: int, number: int, optimizer_step: int) -> MinibatchTrace:
-        """An optimiser step begins."""
-        return MinibatchTrace(self, epoch, number, optimizer_step, [])
+    @contextmanager
+    def minibatch(self, epoch: int, number: int, optimizer_step: int) -> Iterator[MinibatchTrace]:
+        """An optimiser step; one that fails is recorded all the same, for it is the one to look at."""
+        minibatch = MinibatchTrace(self, epoch, number, optimizer_step, [])
+        try:
+            yield minibatch
+        except Exception:
+            minibatch.applied(moved=False)
+            self.commit()
+            raise
+
+    def record(self, records: TokenTrace | Sequence[SampleTrace]) -> None:
+        """Hand them to the recorder."""
+        if self._recorder is not None:
+            self._recorder.add(records)
+
+    def commit(self) -> None:
+        """The step is complete."""
+        if self._recorder is not None:
+            self._recorder.commit(self.step)
 
 
 @dataclass
@@ -143,8 +159,9 @@ class MinibatchTrace:
     @torch.no_grad()
     def applied(self, *, moved: bool) -> None:
         """The update is over: measure the tokens again, where that is asked for, and hand them on."""
-        for batch, trace in self.decided:
-            self.of.recorder.add(self._after(batch.rollout, trace, moved) if self.of.settings.after else trace)
+        decided, self.decided = self.decided, []
+        for batch, trace in decided:
+            self.of.record(self._after(batch.rollout, trace, moved) if self.of.settings.after else trace)
 
     def _after(self, rollout: Rollout, trace: TokenTrace, moved: bool) -> TokenTrace:
         """With the policy that there is now; NaN where no step was taken to measure it after."""
@@ -161,7 +178,7 @@ class MinibatchTrace:
 
     @torch.no_grad()
     def _full(self, rollout: Rollout) -> FullRows | None:
-        if not self.of.settings.full or rollout.full_logp is None:
+        if not self.of.full or rollout.full_logp is None:
             return None
         return FullRows(behaviour=rollout.full_logp, policy=self._rows(rollout, rollout.full_logp))
 

@@ -123,30 +123,19 @@ class Trainer:
         metrics = Metrics()
         settings = self.config.rollout
         problems = repeat_each(self.prompts.take(settings.prompts), settings.group_size)
-        recorder = self.recorder if self.recorder is not None and self.recorder.wants(step) else None
-        rollout = self._sample(problems, full=recorder is not None and self.config.traces.full)
+        trace = StepTrace(self.recorder, self.config, self._forward, step)
+        rollout = self._sample(problems, full=trace.full)
         rewards = self._reward(problems, rollout, metrics)
         advantage = self._advantage(rewards, metrics)
         if step == 1:
             self._check_agreement(rollout)
-        trace = None
-        if recorder is not None:
-            trace = StepTrace.begin(recorder, self.config, self._forward, step, len(rollout.prompts))
-            trace.responses(problems, rollout, rewards, advantage)
+        trace.responses(problems, rollout, rewards, advantage)
         for number, minibatch in enumerate(self._minibatches(rollout, advantage)):
             epoch, within = divmod(number, self.config.update.steps_per_rollout)
-            recording = None if trace is None else trace.minibatch(epoch, within, self.version)
-            try:
+            with trace.minibatch(epoch, within, self.version) as recording:
                 metrics = metrics.merge(self._update(minibatch, step, recording))
-            except TrainingError:
-                if recorder is not None and recording is not None:  # this update is the one to look at
-                    recording.applied(moved=False)
-                    recorder.commit(step)
-                raise
-            if recording is not None:
                 recording.applied(moved=self.version > recording.optimizer_step)
-        if recorder is not None:
-            recorder.commit(step)
+        trace.commit()
         self.engine.update_weights(self.model, self.version)
         seconds = time.perf_counter() - started
         metrics.mean("response_length", rollout.lengths)
@@ -202,7 +191,7 @@ class Trainer:
                 )
                 yield Batch(part, sequences, per_token.nan_to_num(0.0), weights)
 
-    def _update(self, minibatch: Batch, step: int, recording: MinibatchTrace | None) -> Metrics:
+    def _update(self, minibatch: Batch, step: int, recording: MinibatchTrace) -> Metrics:
         """One optimiser step: the rule decides once, and loss and metrics read that decision."""
         config = self.config
         metrics = Metrics()
@@ -211,8 +200,7 @@ class Trainer:
         masked = [self._masked]
         for micro in minibatch.split(config.update.micro_batch_size):
             result = self._forward.loss(micro, config.rule, config.loss.ratio_cap)
-            if recording is not None:
-                recording.add(micro, result)
+            recording.add(micro, result)
             if not torch.isfinite(result.loss):
                 raise TrainingError(
                     f"the loss is {result.loss.item()} at step {step}, optimiser step {self.version}; nothing was "
