@@ -56,17 +56,26 @@ def measure(directory: Path) -> Cost:
     command = [sys.executable, "-m", "predmask", "report", str(directory), "--output", str(page)]
     start = time.perf_counter()
     process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
+    peak = 0
+    while os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        peak = max(peak, _peak(process.pid))
+        time.sleep(0.02)
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, command)
-    unit = 1 if sys.platform == "darwin" else 1024
     return Cost(
         seconds=time.perf_counter() - start,
         cpu_seconds=usage.ru_utime + usage.ru_stime,
-        peak_bytes=usage.ru_maxrss * unit,
+        peak_bytes=peak,
         page_bytes=page.stat().st_size,
     )
+
+
+def _peak(process: int) -> int:
+    """The most bytes that a process had so far, by Linux (its `ru_maxrss` begins with that of its parent)."""
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    return max((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), default=0)
 
 
 def main() -> None:

@@ -2,9 +2,11 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -598,8 +600,9 @@ def test_a_host_batch_as_a_written_trace(tmp_path):
 
 
 COST = """
-import json, resource, time
+import json, time
 import torch
+from helpers_memory import peak_growth
 from predmask import Predictive
 from predmask.traces import TraceInfo, rule_settings, tokens_from_arrays
 
@@ -617,26 +620,29 @@ tail, squares = torch.full((rows, length), -5.0), torch.full((rows, length), 1e-
 advantage = torch.randn(rows, generator=generator)
 rule = Predictive()
 info = TraceInfo(run="cost", rule=rule_settings(rule), vocabulary_size=152_000, top_k=top_k)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 started, tokens = time.process_time(), 0
-for row in range(0, rows, part):
-    of = slice(row, row + part)
-    tokens += len(tokens_from_arrays(
-        info, step=1, tokens=ids[of, :, 3], behaviour_logp=mu[of, :, 3], topk_ids=ids[of], topk_logp=mu[of],
-        policy_logp=pi[of], policy_log_tail=tail[of], policy_tail_sum_squares=squares[of], advantage=advantage[of],
-        sample=torch.arange(row, row + part),
-    ))
-seconds = time.process_time() - started
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print(json.dumps({"tokens": tokens, "seconds": seconds, "megabytes": (peak - before) / 1e3}))
+
+def work():
+    global tokens
+    for row in range(0, rows, part):
+        of = slice(row, row + part)
+        tokens += len(tokens_from_arrays(
+            info, step=1, tokens=ids[of, :, 3], behaviour_logp=mu[of, :, 3], topk_ids=ids[of], topk_logp=mu[of],
+            policy_logp=pi[of], policy_log_tail=tail[of], policy_tail_sum_squares=squares[of],
+            advantage=advantage[of], sample=torch.arange(row, row + part),
+        ))
+
+grown = peak_growth(work)
+print(json.dumps({"tokens": tokens, "seconds": time.process_time() - started, "megabytes": grown / 1e6}))
 """
 
 
 @pytest.mark.slow
 def test_cost_of_a_large_top_k_payload():
     """Field case 35: 256 × 4096 × 20 entries, decided too, in under 5 s of one core and 300 MB beside the arrays."""
-    pytest.importorskip("resource", reason="memory is measured as Unix does")
-    done = subprocess.run([sys.executable, "-c", COST], capture_output=True, text=True, check=True)
+    here = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": here}
+    done = subprocess.run([sys.executable, "-c", COST], capture_output=True, text=True, check=True, env=environment)
     measured = json.loads(done.stdout)
     print(measured)
     assert measured["tokens"] == 256 * 4096
