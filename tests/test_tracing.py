@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from helpers_traces import TIGHT
-from helpers_training import InterruptedEngine, WrappedEngine, recorded_as, small
+from helpers_training import InterruptedEngine, WrappedEngine, small
 from predmask.cli import main
 from predmask.core import MaskDecision, Reason
 from predmask.rollout import Rollout, Sampling
@@ -29,7 +29,7 @@ from predmask.train import Config, ConfigError, Trainer, run
 from predmask.train.options import overrides, read_toml, resolve, to_toml
 from predmask.train.run import Display
 from predmask.train.trainer import TrainingError
-from test_update import NAN, FaintEngine, advantages_of, patchy
+from test_update import FaintEngine, PatchyEngine, advantages_of, patchy
 
 TWO_EPOCHS: dict[str, Any] = {
     "steps": 2,
@@ -47,26 +47,6 @@ def writers_left() -> list[str]:
 @pytest.fixture(autouse=True)
 def _in_a_new_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-
-
-class PatchyEngine(WrappedEngine):
-    """Noisy distributions, tokens that the policy did not sample, unknown log-probs; and rows where they are wanted."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__(model)
-        self.rollouts: list[Rollout] = []
-
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, generator: torch.Generator) -> Rollout:
-        full = self.inner.generate(prompts, dataclasses.replace(sampling, record_full=True), generator)
-        assert full.full_logp is not None
-        own = torch.Generator().manual_seed(len(self.rollouts))
-        rows = (full.full_logp + 0.7 * torch.randn(full.full_logp.shape, generator=own)).log_softmax(-1)
-        rollout = recorded_as(full, rows)
-        draw = torch.rand(len(rollout.tokens), generator=own)
-        logp = rollout.logp.masked_fill((draw < 0.04) | (draw > 0.85), NAN)
-        wanted = rows if sampling.record_full else None
-        self.rollouts.append(dataclasses.replace(rollout, sampled=draw > 0.15, logp=logp, full_logp=wanted))
-        return self.rollouts[-1]
 
 
 class Listener:

@@ -37,13 +37,13 @@ class PatchyEngine(WrappedEngine):
         full = self.inner.generate(prompts, dataclasses.replace(sampling, record_full=True), generator)
         assert full.full_logp is not None
         own = torch.Generator().manual_seed(len(self.rollouts))
-        noise = 0.7 * torch.randn(full.full_logp.shape, generator=own)
-        rollout = recorded_as(full, (full.full_logp + noise).log_softmax(-1))
+        rows = (full.full_logp + 0.7 * torch.randn(full.full_logp.shape, generator=own)).log_softmax(-1)
+        rollout = recorded_as(full, rows)
         draw = torch.rand(len(rollout.tokens), generator=own)
-        unknown = (draw < 0.04) | (draw > 0.85)
-        rollout = dataclasses.replace(rollout, sampled=draw > 0.15, logp=rollout.logp.masked_fill(unknown, NAN))
-        self.rollouts.append(rollout)
-        return rollout
+        logp = rollout.logp.masked_fill((draw < 0.04) | (draw > 0.85), NAN)
+        wanted = rows if sampling.record_full else None
+        self.rollouts.append(dataclasses.replace(rollout, sampled=draw > 0.15, logp=logp, full_logp=wanted))
+        return self.rollouts[-1]
 
 
 class FaintEngine(WrappedEngine):

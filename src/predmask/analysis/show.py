@@ -16,10 +16,9 @@ from predmask.analysis.text import columns, rule_text, visible
 from predmask.core import Reason
 from predmask.traces import SampleTrace, TokenTrace, Trace
 from predmask.traces.reader import ranges
+from predmask.traces.schema import OPTIONAL
 
-_UNREAD = (
-    "tail_sum_squares", "entropy", "after_logp", "after_log_tail", "full_behaviour", "full_policy", "full_after",
-)  # fmt: skip
+_UNREAD = tuple(OPTIONAL)
 _TEXT_WIDTH = 20
 """Columns of a token's text in the table."""
 

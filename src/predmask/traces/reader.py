@@ -44,9 +44,14 @@ class Trace:
                 else f"{path} has no token trace; record one with `predmask train PRESET --traces`, or write one from "
                 "your own trainer (predmask.traces)"
             )
-        infos = [self._check(file) for file in self._files.values()]
+        footers = [_footer(file) for file in self._files.values()]
+        infos = [_check(schema, file) for (schema, _), file in zip(footers, self._files.values(), strict=True)]
         self.info: TraceInfo = infos[0]
         """What holds for every token."""
+        self.columns = frozenset.intersection(*(frozenset(schema.names) for schema, _ in footers))
+        """Names of the columns that every file has."""
+        self.size = sum(rows for _, rows in footers)
+        """Tokens in all."""
         for file, info in zip(self._files.values(), infos, strict=True):
             if info != self.info:
                 raise TraceError(f"{file} belongs to another run than {next(iter(self._files.values()))}")
@@ -57,23 +62,12 @@ class Trace:
         return list(self._files)
 
     @cached_property
-    def columns(self) -> frozenset[str]:
-        """Names of the columns that every file has."""
-        names = [set(_schema(file).names) for file in self._files.values()]
-        return frozenset(set.intersection(*names))
-
-    @cached_property
-    def size(self) -> int:
-        """Tokens in all."""
-        return sum(_rows(file) for file in self._files.values())
-
-    @cached_property
     def vocabulary(self) -> dict[int, str]:
         """What token ids look like; empty where that was not recorded."""
         file = self.directory / "vocabulary.parquet"
         if not file.exists():
             return {}
-        check_schema(_schema(file), VOCABULARY, file)
+        check_schema(_footer(file)[0], VOCABULARY, file)
         with _readable(file):
             table = pq.read_table(file, columns=VOCABULARY.names)
             if any(column.null_count for column in table.columns):
@@ -98,7 +92,7 @@ class Trace:
         file = self.directory / self._file(step).name.replace("tokens-", "samples-")
         if not file.exists():
             return []
-        schema = _schema(file)
+        schema, _ = _footer(file)
         check_schema(schema, sample_schema(self.info), file)
         if read_info(schema, file) != self.info:
             raise TraceError(f"{file} belongs to another run than {self._file(step)}")
@@ -115,11 +109,12 @@ class Trace:
             raise TraceError(f"step {step} was not recorded; the trace has steps {ranges(self.steps)}")
         return self._files[step]
 
-    def _check(self, file: Path) -> TraceInfo:
-        schema = _schema(file)
-        info = read_info(schema, file)
-        check_schema(schema, token_schema(info), file)
-        return info
+
+def _check(schema: pa.Schema, file: Path) -> TraceInfo:
+    """What a file of tokens says of its trace."""
+    info = read_info(schema, file)
+    check_schema(schema, token_schema(info), file)
+    return info
 
 
 def _files(directory: Path) -> dict[int, Path]:
@@ -135,16 +130,13 @@ def _files(directory: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def _schema(file: Path) -> pa.Schema:
+def _footer(file: Path) -> tuple[pa.Schema, int]:
+    """A file's columns and number of rows."""
     with _readable(file):
-        schema = pq.read_schema(file)
+        footer = pq.read_metadata(file)
+        schema = footer.schema.to_arrow_schema()
         str(schema)  # decodes every name
-        return schema
-
-
-def _rows(file: Path) -> int:
-    with _readable(file):
-        return pq.read_metadata(file).num_rows
+        return schema, footer.num_rows
 
 
 @contextmanager

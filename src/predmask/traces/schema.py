@@ -25,14 +25,15 @@ VOCABULARY = pa.schema([("id", pa.int32()), ("text", pa.string())])
 _KEY = b"predmask_trace"
 
 PLACES = ("step", "epoch", "minibatch", "optimizer_step", "version", "sample", "group", "position")
-_AFTER, _FULL = ("after_logp", "after_log_tail"), ("full_behaviour", "full_policy", "full_after")
+AFTER, FULL = ("after_logp", "after_log_tail"), ("full_behaviour", "full_policy", "full_after")
+"""Columns that come and go together: the policy after the optimiser step, and whole distributions."""
 OPTIONAL = {
     "tail_sum_squares": ("tail_sum_squares",),
     "entropy": ("entropy",),
-    "after_logp": _AFTER,
-    "after_log_tail": _AFTER,
-    "full_behaviour": _FULL,
-    "full_policy": _FULL,
+    "after_logp": AFTER,
+    "after_log_tail": AFTER,
+    "full_behaviour": FULL,
+    "full_policy": FULL,
     "full_after": ("full_after",),
 }
 """Columns that may be absent from a file, each with the columns that are absent with it."""

@@ -20,8 +20,9 @@ from predmask.analysis.replay.estimators import Estimators, EstimatorStudy
 from predmask.analysis.replay.sweep import Curve, Sweep
 from predmask.core import RULES, MaskDecision, Predictive, Rule
 from predmask.traces import TokenTrace, Trace, TraceError, TraceInfo, rule_settings
+from predmask.traces.schema import AFTER
 
-_UNREAD = ("entropy", "after_logp", "after_log_tail", "full_after")
+_UNREAD = ("entropy", *AFTER, "full_after")
 _DELTAS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.5, 1.0)
 """Where the sweep looks, beside the rules' own deltas."""
 

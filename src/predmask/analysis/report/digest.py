@@ -16,8 +16,9 @@ from predmask.core.metrics import MaskedToken, Metrics, mask_metrics, masked_tok
 from predmask.core.precision import log1mexp
 from predmask.traces import TokenTrace, Trace, TraceError
 from predmask.traces.records import make_rule
+from predmask.traces.schema import AFTER, FULL
 
-UNREAD = ("after_logp", "after_log_tail", "full_behaviour", "full_policy", "full_after")
+UNREAD = (*AFTER, *FULL)
 """Columns that a report does not need: the widest of all."""
 
 DIVERGENCE_BINS = torch.logspace(-8, 3, 89, dtype=torch.float64)
