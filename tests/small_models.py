@@ -10,24 +10,24 @@ from predmask.train.models import EMBEDDED, load_policy
 
 VOCABULARY = 24
 SIZES = {
-    "qwen3": {"num_key_value_heads": 1, "head_dim": 8, "tie_word_embeddings": True},
-    "qwen3_untied": {"num_key_value_heads": 1, "head_dim": 8, "tie_word_embeddings": False},
-    "llama": {"num_key_value_heads": 2},
+    "qwen3": {"num_key_value_heads": 1, "head_dim": 32, "tie_word_embeddings": True},
+    "qwen3_untied": {"num_key_value_heads": 1, "head_dim": 32, "tie_word_embeddings": False},
+    "llama": {"num_key_value_heads": 2, "head_dim": 32},
     "gpt2": {},
     # Windows shorter than some prompts and longer than others.
     "gemma2": {
         "num_key_value_heads": 1,
-        "head_dim": 8,
+        "head_dim": 32,
         "sliding_window": 6,
         "attn_logit_softcapping": 1.0,
         "final_logit_softcapping": 2.0,
     },
-    "mistral": {"num_key_value_heads": 1, "head_dim": 8, "sliding_window": 6},
+    "mistral": {"num_key_value_heads": 1, "head_dim": 32, "sliding_window": 6},
     "cohere": {"num_key_value_heads": 1, "logit_scale": 0.3},
     "granite": {"num_key_value_heads": 1, "logits_scaling": 2.0, "residual_multiplier": 0.5},
     "qwen3_moe": {
         "num_key_value_heads": 1,
-        "head_dim": 8,
+        "head_dim": 32,
         "num_experts": 4,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 16,

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from helpers_engines import exact_configs, started
 from predmask.rollout import ENGINES, RolloutError, Sampling, TransformersConfig, TransformersEngine
 from predmask.rollout.numerics import MISMATCH_TOLERANCES, NumericsCopy
 from predmask.train.models import EMBEDDED
@@ -19,7 +20,7 @@ from small_models import SIZES, VOCABULARY, dense_logp, dense_rows, small_model,
 INF, NAN = math.inf, math.nan
 EXACT = ("float32", "int4")
 """Numerics whose answer does not depend on how the computation is batched, but for the last bits."""
-VARIANTS = [config() for config in ENGINES.values()] + [
+VARIANTS = exact_configs() + [
     TransformersConfig(numerics=numerics) for numerics in MISMATCH_TOLERANCES if numerics != "float32"
 ]
 PROMPTS = [[5, 9, 12], [7], [4, 4, 8, 20, 11, 6, 9, 13, 21], [7], [7], [10, 4, 5, 6, 8, 9]]
@@ -74,7 +75,7 @@ def assert_true_records(rollout, dense, *, exact=True):
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_log_probs_are_those_of_a_dense_forward(config, temperature):
     model = small_model("qwen3")
-    rollout = config.start(model).generate(PROMPTS, sampling(temperature=temperature), seeded())
+    rollout = started(config, model).generate(PROMPTS, sampling(temperature=temperature), seeded())
     dense = dense_rows(reference(config, model), rollout, temperature)
     assert_true_records(rollout, dense, exact=getattr(config, "numerics", "float32") in EXACT)
 
@@ -108,7 +109,7 @@ def test_long_responses(kind):
 @every_engine
 def test_cuda(config):
     model = small_model("qwen3").cuda()
-    rollout = config.start(model).generate(PROMPTS, sampling(), seeded())
+    rollout = started(config, model).generate(PROMPTS, sampling(), seeded())
     assert rollout.tokens.device.type == rollout.full_logp.device.type == "cpu"
     exact = getattr(config, "numerics", "float32") in EXACT
     assert_true_records(rollout, dense_rows(reference(config, model), rollout), exact=exact)
@@ -117,7 +118,7 @@ def test_cuda(config):
 @every_engine
 def test_padding_changes_no_answer(config):
     """A prompt beside longer ones, and alone."""
-    engine = config.start(small_model("qwen3"))
+    engine = started(config, small_model("qwen3"))
     together = engine.generate(PROMPTS, greedy(), seeded()).responses()
     alone = [engine.generate([prompt], greedy(), seeded()).responses()[0] for prompt in PROMPTS]
     agreeing = sum(a == b for a, b in zip(together, alone, strict=True))
@@ -128,8 +129,8 @@ def test_padding_changes_no_answer(config):
 @every_engine
 def test_repeated_prompts(config):
     """Neighbours that share their prefill, and the same prompts kept apart."""
-    engine = config.start(small_model("qwen3"))
-    a, b = PROMPTS[0], PROMPTS[2]
+    engine = started(config, small_model("qwen3"))
+    a, b = PROMPTS[0], PROMPTS[5]
     shared = engine.generate([a, a, a, b, b], greedy(), seeded()).responses()
     apart = engine.generate([a, b, a, b, a], greedy(), seeded()).responses()
     assert shared[0] == shared[1] == shared[2] == apart[0]
@@ -196,7 +197,7 @@ def test_huge_logits_do_not_overflow():
 @every_engine
 def test_sampled_tokens_are_as_likely_as_their_log_probs_say(config):
     """The sum of log pi + entropy over sampled tokens is a martingale: its z-score is that of a standard normal."""
-    rollout = config.start(small_model("qwen3")).generate(PROMPTS * 60, sampling(), seeded())
+    rollout = started(config, small_model("qwen3")).generate(PROMPTS * 60, sampling(), seeded())
     logp = rollout.full_logp.double()
     probability = logp.exp()
     mean = (probability * logp).sum(-1)
@@ -218,7 +219,7 @@ def test_logits_that_are_not_finite_are_an_error(row, settings):
 @every_engine
 def test_greedy_takes_the_likeliest(config):
     model = small_model("qwen3")
-    rollout = config.start(model).generate(PROMPTS, greedy(), seeded()).check(top_k=0, vocabulary_size=VOCABULARY)
+    rollout = started(config, model).generate(PROMPTS, greedy(), seeded()).check(top_k=0, vocabulary_size=VOCABULARY)
     dense = dense_rows(reference(config, model), rollout)
     chosen = dense.gather(1, rollout.tokens[:, None])[:, 0]
     assert (dense.max(-1).values - chosen).max() < (
@@ -235,7 +236,7 @@ def test_greedy_takes_the_likeliest(config):
 @pytest.mark.parametrize("end", [3, [3], [3, 11, 17]])
 def test_ends_at_any_end_token(config, end):
     ends = {end} if isinstance(end, int) else set(end)
-    engine = config.start(small_model("qwen3", eos_token_id=end))
+    engine = started(config, small_model("qwen3", eos_token_id=end))
     rollout = engine.generate(PROMPTS * 20, sampling(), seeded())
     for response, finished in zip(rollout.responses(), rollout.finished.tolist(), strict=True):
         assert not ends & set(response[:-1])
@@ -258,7 +259,7 @@ def test_end_token_of_the_model_configuration():
 @every_engine
 @pytest.mark.parametrize("limit", [1, 2, 5])
 def test_limit_of_new_tokens(config, limit):
-    engine = config.start(small_model("qwen3", eos_token_id=[VOCABULARY]))  # no such id
+    engine = started(config, small_model("qwen3", eos_token_id=[VOCABULARY]))  # no such id
     rollout = engine.generate(PROMPTS, sampling(max_new_tokens=limit), seeded())
     assert rollout.lengths.tolist() == [limit] * len(PROMPTS)
     assert not rollout.finished.any()
@@ -280,7 +281,7 @@ def test_end_token_as_the_first_and_as_the_last():
 @pytest.mark.parametrize("record_full", [False, True])
 def test_recorded_ids(config, top_k, record_full):
     settings = sampling(top_k=top_k, record_full=record_full)
-    rollout = config.start(small_model("qwen3")).generate(PROMPTS, settings, seeded())
+    rollout = started(config, small_model("qwen3")).generate(PROMPTS, settings, seeded())
     rollout.check(top_k=top_k, vocabulary_size=VOCABULARY)
     count = len(rollout.tokens)
     assert rollout.topk_ids.shape == rollout.topk_logp.shape == (count, top_k)
@@ -319,12 +320,12 @@ def test_splitting_into_batches(batch_size):
         ([[5], [6, VOCABULARY]], {}, f"prompt 1 holds id {VOCABULARY}.*0 to {VOCABULARY - 1}"),
         ([[-1]], {}, "prompt 0 holds id -1"),
         ([[5]], {"top_k": VOCABULARY + 1}, rf"top_k is {VOCABULARY + 1}.*{VOCABULARY} tokens; lower rollout\.top_k"),
-        ([[5], [5] * 508], {"max_new_tokens": 5}, r"513 tokens.*context is 512; lower rollout\.max_new_tokens"),
+        ([[5], [5] * 508], {"max_new_tokens": 5}, r"513 tokens.*takes 512; lower rollout\.max_new_tokens"),
         ([[5]], {"max_new_tokens": 512}, "513 tokens"),
     ],
 )
 def test_requests_that_cannot_be_met(config, prompts, changes, match):
-    engine = config.start(small_model("qwen3"))
+    engine = started(config, small_model("qwen3"))
     with pytest.raises(RolloutError, match=match):
         engine.generate(prompts, sampling(**changes), seeded())
     engine.generate([[5]], sampling(), seeded())  # and the engine goes on
@@ -376,7 +377,7 @@ def nudge(model, seed=5, size=0.2):
 def test_update_weights(config, kind):
     """Answers are those of an engine started with the new weights, for the same prompts as before."""
     model = small_model(kind)
-    engine = config.start(model)
+    engine = started(config, model)
     before = engine.generate(PROMPTS, sampling(), seeded())
     assert before.version.unique().tolist() == [0]
     for version in (4, 9):
@@ -384,9 +385,9 @@ def test_update_weights(config, kind):
         engine.update_weights(model, version)
         after = engine.generate(PROMPTS, sampling(), seeded())
         assert after.version.tolist() == [version] * len(after.tokens)
-        fresh = config.start(small_model(kind))
+        fresh = started(config, small_model(kind))
         fresh.update_weights(copy.deepcopy(model), version)  # another object
-        for other in (config.start(model), fresh):
+        for other in (started(config, model), fresh):
             expected = other.generate(PROMPTS, sampling(), seeded())
             assert after.tokens.tolist() == expected.tokens.tolist()
             assert torch.equal(after.full_logp, expected.full_logp)
@@ -402,12 +403,12 @@ def test_update_weights(config, kind):
 def test_update_of_one_part(config, part):
     """The head too is taken over, and so are rounded layers."""
     model = small_model("qwen3_untied")
-    engine = config.start(model)
+    engine = started(config, model)
     engine.generate(PROMPTS, sampling(), seeded())
     nudge(model.lm_head if part == "head" else model.model.layers)
     engine.update_weights(model, 1)
     after = engine.generate(PROMPTS, sampling(), seeded())
-    expected = config.start(copy.deepcopy(model)).generate(PROMPTS, sampling(), seeded())
+    expected = started(config, copy.deepcopy(model)).generate(PROMPTS, sampling(), seeded())
     assert torch.equal(after.full_logp, expected.full_logp)
 
 
@@ -429,7 +430,7 @@ def test_the_trained_model_is_left_as_it_was(config):
         )
 
     before = state()
-    engine = config.start(model)
+    engine = started(config, model)
     engine.generate(PROMPTS, sampling(), seeded())
     engine.update_weights(model, 1)
     engine.generate(PROMPTS, sampling(), seeded())
@@ -449,8 +450,8 @@ def test_no_dropout_while_sampling(config):
         layer.self_attn.attention_dropout = 0.5
     ids = torch.tensor([PROMPTS[2]])
     assert not torch.equal(model.train()(ids).logits, model.eval()(ids).logits)  # there is dropout
-    expected = config.start(model).generate(PROMPTS, sampling(), seeded())
-    found = config.start(copy.deepcopy(model).train()).generate(PROMPTS, sampling(), seeded())
+    expected = started(config, model).generate(PROMPTS, sampling(), seeded())
+    found = started(config, copy.deepcopy(model).train()).generate(PROMPTS, sampling(), seeded())
     assert torch.equal(found.full_logp, expected.full_logp)
 
 
@@ -459,10 +460,10 @@ def test_no_dropout_while_sampling(config):
 
 @every_engine
 def test_the_seed_decides(config):
-    engine = config.start(small_model("qwen3"))
+    engine = started(config, small_model("qwen3"))
     generator = seeded(7)
     first, second = (engine.generate(PROMPTS, sampling(), generator) for _ in range(2))
-    again = config.start(small_model("qwen3")).generate(PROMPTS, sampling(), seeded(7))
+    again = started(config, small_model("qwen3")).generate(PROMPTS, sampling(), seeded(7))
     for field in ("tokens", "lengths", "logp", "topk_ids", "topk_logp", "full_logp", "finished", "version"):
         assert torch.equal(getattr(first, field), getattr(again, field))
     other = engine.generate(PROMPTS, sampling(), seeded(8))
@@ -476,7 +477,7 @@ def test_global_random_numbers_are_untouched(config):
     np.random.seed(1)
     torch.manual_seed(1)
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
-    engine = config.start(small_model("qwen3"))
+    engine = started(config, small_model("qwen3"))
     engine.generate(PROMPTS, sampling(), seeded())
     engine.update_weights(small_model("qwen3"), 1)
     engine.generate(PROMPTS, greedy(), seeded())

@@ -190,7 +190,7 @@ def test_an_unexplained_mismatch_is_measured_and_trained_on() -> None:
     trainer, _ = train(small({"engine": {"numerics": "float32"}}, steps=1), NoisyEngine)
     assert trainer.agreement is not None
     assert 0.05 < trainer.agreement.mean < 1.5
-    assert trainer.agreement.mean > trainer.mismatch_tolerance
+    assert trainer.agreement.mean > trainer.config.mismatch_tolerance
 
 
 def test_weights_reach_an_engine_that_caches() -> None:

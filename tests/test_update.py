@@ -300,4 +300,4 @@ def test_a_mismatch_without_top_k_is_not_taken_for_a_temperature(rule: str) -> N
     trainer.engine = PatchyEngine(trainer.model)
     assert len(list(trainer.steps())) == 1
     assert trainer.agreement is not None
-    assert trainer.agreement.mean > trainer.mismatch_tolerance
+    assert trainer.agreement.mean > trainer.config.mismatch_tolerance

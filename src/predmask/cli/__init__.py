@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 # To add a verb, write its file and add its name here. Verbs import what is slow to import only when they run.
-VERBS = ("train", "eval", "report", "show", "replay", "compare", "direction", "list", "config", "bench")
+VERBS = ("train", "eval", "mismatch", "report", "show", "replay", "compare", "direction", "list", "config", "bench")
 
 _EXTRAS = {
     "matplotlib": "instruments",

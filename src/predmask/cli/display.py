@@ -45,7 +45,7 @@ class Console(Display):
     def stepped(self, result: StepResult, trainer: Trainer) -> None:
         """The step's line; after the first, whether engine and trainer agreed before any update."""
         if result.step == 1 and trainer.agreement is not None:
-            found, tolerance = trainer.agreement, trainer.mismatch_tolerance
+            found, tolerance = trainer.agreement, trainer.config.mismatch_tolerance
             self._print(f"engine and trainer before any update: {found}")
             if found.mean > tolerance:
                 self._print(

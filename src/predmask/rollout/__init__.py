@@ -5,11 +5,12 @@ from typing import TypeAlias
 from predmask.rollout.engine import Engine, Sampling
 from predmask.rollout.records import Rollout, RolloutError, rollout_from_entries
 from predmask.rollout.transformers import TransformersConfig, TransformersEngine
+from predmask.rollout.vllm import VLLMConfig
 
-EngineConfig: TypeAlias = TransformersConfig
+EngineConfig: TypeAlias = TransformersConfig | VLLMConfig
 """The configuration of an engine: a frozen dataclass with a `name` and `start(model) -> Engine`."""
 
-ENGINES: dict[str, type[EngineConfig]] = {engine.name: engine for engine in (TransformersConfig,)}
+ENGINES: dict[str, type[EngineConfig]] = {engine.name: engine for engine in (TransformersConfig, VLLMConfig)}
 """Every engine by name. To add one, write its file and add its configuration here."""
 
 __all__ = [
@@ -21,5 +22,6 @@ __all__ = [
     "Sampling",
     "TransformersConfig",
     "TransformersEngine",
+    "VLLMConfig",
     "rollout_from_entries",
 ]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 
-from predmask.rollout.records import Rollout
+from predmask.rollout.records import Rollout, RolloutError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,3 +62,56 @@ class Engine(Protocol):
     def close(self) -> None:
         """Free what the engine holds; calling it twice is allowed."""
         ...
+
+
+def check_request(
+    prompts: Sequence[Sequence[int]], sampling: Sampling, *, vocabulary_size: int, context: int | None
+) -> None:
+    """Refuse what no engine can answer, before anything is computed.
+
+    Raises RolloutError for no prompts, an empty prompt, an id or a K above the vocabulary, and a length above the
+    model's context (None: without limit).
+    """
+    if not prompts:
+        raise RolloutError("there are no prompts to answer")
+    for index, prompt in enumerate(prompts):
+        if not prompt:
+            raise RolloutError(f"prompt {index} is empty; a prompt needs at least one token")
+        unknown = next((token for token in prompt if not 0 <= token < vocabulary_size), None)
+        if unknown is not None:
+            raise RolloutError(
+                f"prompt {index} holds id {unknown}, but the model has ids 0 to {vocabulary_size - 1}; do "
+                "tokenizer and model belong together?"
+            )
+    if sampling.top_k > vocabulary_size:
+        raise RolloutError(
+            f"top_k is {sampling.top_k}, but the model's vocabulary has {vocabulary_size} tokens; lower rollout.top_k"
+        )
+    longest = max(map(len, prompts)) + sampling.max_new_tokens
+    if context is not None and longest > context:
+        raise RolloutError(
+            f"the longest prompt and max_new_tokens ({sampling.max_new_tokens}) come to {longest} tokens, but the "
+            f"engine takes {context}; lower rollout.max_new_tokens"
+        )
+
+
+def end_token_ids(model: Any) -> frozenset[int]:
+    """The token ids that end a response, by the model's generation settings."""
+    value = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    if value is None:
+        value = model.config.eos_token_id
+    if value is None:
+        raise ValueError("the model names no end-of-sequence token: set eos_token_id in its generation_config.json")
+    return frozenset([value] if isinstance(value, int) else value)
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """No dropout in here; each module goes back to its own mode afterwards."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from typing_extensions import Doc
 
 from predmask.core.precision import wide_dtype
-from predmask.rollout.engine import Engine, Sampling
+from predmask.rollout.engine import Engine, Sampling, check_request, end_token_ids, evaluation_mode
 from predmask.rollout.numerics import MISMATCH_TOLERANCES, Numerics, NumericsCopy
 from predmask.rollout.records import Rollout, RolloutError
 
@@ -90,39 +89,15 @@ class TransformersEngine:
         Raises RolloutError for an empty prompt, an id or a K above the vocabulary, a length above the model's
         context, and logits that are not finite.
         """
-        self._check(prompts, sampling)
-        with _evaluation_mode(self._model):
+        config = self._model.config
+        context = getattr(config, "max_position_embeddings", None)
+        check_request(prompts, sampling, vocabulary_size=config.vocab_size, context=context)
+        with evaluation_mode(self._model):
             steps: list[_Step] = []
             for first in range(0, len(prompts), self._batch_size):
                 batch = prompts[first : first + self._batch_size]
                 steps += self._generate_batch(batch, first, sampling, generator)
         return _assemble(prompts, steps, self._end_ids, self._version)
-
-    def _check(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
-        config = self._model.config
-        if not prompts:
-            raise RolloutError("there are no prompts to answer")
-        for index, prompt in enumerate(prompts):
-            if not prompt:
-                raise RolloutError(f"prompt {index} is empty; a prompt needs at least one token")
-            unknown = next((token for token in prompt if not 0 <= token < config.vocab_size), None)
-            if unknown is not None:
-                raise RolloutError(
-                    f"prompt {index} holds id {unknown}, but the model has ids 0 to {config.vocab_size - 1}; do "
-                    "tokenizer and model belong together?"
-                )
-        if sampling.top_k > config.vocab_size:
-            raise RolloutError(
-                f"top_k is {sampling.top_k}, but the model's vocabulary has {config.vocab_size} tokens; lower "
-                "rollout.top_k"
-            )
-        context = getattr(config, "max_position_embeddings", None)
-        longest = max(map(len, prompts), default=0) + sampling.max_new_tokens
-        if context is not None and longest > context:
-            raise RolloutError(
-                f"the longest prompt and max_new_tokens ({sampling.max_new_tokens}) come to {longest} tokens, but the "
-                f"model's context is {context}; lower rollout.max_new_tokens"
-            )
 
     def _generate_batch(
         self, prompts: Sequence[Sequence[int]], first: int, sampling: Sampling, generator: torch.Generator
@@ -145,18 +120,6 @@ class TransformersEngine:
                 rows, tokens = rows[places.cpu()], tokens[places]
                 decoder.keep(places)
             logits = decoder.decode(tokens)
-
-
-@contextmanager
-def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """No dropout in here; each module goes back to its own mode afterwards."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 class _Decoder:
@@ -215,16 +178,6 @@ class _Decoder:
             **{self._cache_argument: self._cache},
         )
         return output.logits[:, -1]
-
-
-def end_token_ids(model: Any) -> frozenset[int]:
-    """The token ids that end a response, by the model's generation settings."""
-    value = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    if value is None:
-        value = model.config.eos_token_id
-    if value is None:
-        raise ValueError("the model names no end-of-sequence token: set eos_token_id in its generation_config.json")
-    return frozenset([value] if isinstance(value, int) else value)
 
 
 def _close_gaps(ended: Tensor) -> Tensor:

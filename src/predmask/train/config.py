@@ -188,6 +188,11 @@ class Config:
                 "choose a rule of the sampled token, such as ppo_clip"
             )
 
+    @property
+    def mismatch_tolerance(self) -> float:
+        """Mean |Δ log-prob| that the numerics of engine and trainer explain, in nats."""
+        return self.engine.mismatch_tolerance + (0.1 if self.update.autocast else 0.0)
+
 
 def _at_least(section: Any, prefix: str, **bounds: int) -> None:
     for name, bound in bounds.items():

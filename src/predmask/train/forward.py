@@ -13,6 +13,7 @@ from predmask.ops import MaskedPolicyLoss, masked_policy_loss, support_statistic
 from predmask.ops.reference import loss_of
 from predmask.rollout import Rollout
 from predmask.train.batches import Batch, response_rows
+from predmask.train.config import Config, ConfigError
 from predmask.train.heads import HeadError, ModelHead
 
 
@@ -125,6 +126,18 @@ def choose_forward(
             raise
         return dense, str(error)
     return FusedForward(head, temperature=temperature, autocast=autocast), None
+
+
+def forward_of(config: Config, model: Any) -> tuple[Forward, str | None]:
+    """What `choose_forward` finds for a configuration; ConfigError where it refuses."""
+    update = config.update
+    try:
+        return choose_forward(model, update.head, temperature=config.rollout.temperature, autocast=update.autocast)
+    except HeadError as error:
+        raise ConfigError(
+            f"update.head is 'fused', but the head of model {config.model!r} cannot be taken apart: {error}; use "
+            "'auto' or 'dense'"
+        ) from error
 
 
 def _on_device(rollout: Rollout, behaviour: BehaviourSupport | None, device: torch.device) -> BehaviourSupport:

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -19,7 +18,7 @@ from predmask.core import (
     merge_masked_tokens,
     token_weights,
 )
-from predmask.rollout import Engine, EngineConfig, Rollout, RolloutError
+from predmask.rollout import Engine, Rollout
 from predmask.tasks import Problem, Split, Task
 from predmask.tasks.sampling import PromptSampler
 from predmask.tasks.verifier import Verifier
@@ -27,9 +26,9 @@ from predmask.train.agreement import Agreement, check_agreement
 from predmask.train.batches import Batch
 from predmask.train.config import Config, ConfigError
 from predmask.train.evaluate import Accuracy, decode, encode, evaluate, generator_for, is_right, repeat_each
-from predmask.train.forward import Forward, choose_forward
-from predmask.train.heads import HeadError
+from predmask.train.forward import forward_of
 from predmask.train.models import load_policy, resolve_device
+from predmask.train.sampling import sample, start_engine
 from predmask.train.tracing import LARGEST_FULL, MinibatchTrace, Recorder, StepTrace
 
 
@@ -68,9 +67,11 @@ class Trainer:
         self.notes: list[str] = []
         """What a user should know before the run starts."""
         self._check_model()
-        self._forward = self._choose_forward()
-        self.engine = _start(config.engine, self.model) if engine is None else engine
+        self._forward, reason = forward_of(config, self.model)
+        if reason is not None:
+            self.notes.append(f"all logits are formed (update.head = dense): the model cannot be taken apart, {reason}")
         self.verifier = Verifier(config.task)
+        self.engine = start_engine(config, self.model) if engine is None else engine
         self.version = 0
         """Optimiser steps so far."""
         self.agreement: Agreement | None = None
@@ -149,10 +150,7 @@ class Trainer:
         """[B] responses, one to each of the problems; `full` records whole distributions."""
         prompts = encode(self.tokenizer, problems)
         sampling = replace(self.config.rollout.sampling(), record_full=full)
-        rollout = self.engine.generate(prompts, sampling, self._sampling)
-        if [list(prompt) for prompt in rollout.prompts] != prompts:
-            raise RolloutError("the engine answered other prompts than it was given, or in another order")
-        return rollout.check(top_k=self.config.rollout.top_k, vocabulary_size=self.model.config.vocab_size)
+        return sample(self.engine, prompts, sampling, self._sampling, vocabulary_size=self.model.config.vocab_size)
 
     def _reward(self, problems: list[Problem], rollout: Rollout, metrics: Metrics) -> torch.Tensor:
         """[B] rewards, NaN where an answer could not be scored."""
@@ -232,20 +230,6 @@ class Trainer:
         self._optimizer.step()
         self.version += 1
 
-    def _choose_forward(self) -> Forward:
-        """Fused with the model's head where that can be honoured, and a note where it cannot."""
-        update, temperature = self.config.update, self.config.rollout.temperature
-        try:
-            forward, reason = choose_forward(self.model, update.head, temperature=temperature, autocast=update.autocast)
-        except HeadError as error:
-            raise ConfigError(
-                f"update.head is 'fused', but the head of model {self.config.model!r} cannot be taken apart: {error}; "
-                "use 'auto' or 'dense'"
-            ) from error
-        if reason is not None:
-            self.notes.append(f"all logits are formed (update.head = dense): the model cannot be taken apart, {reason}")
-        return forward
-
     @torch.no_grad()
     def _check_agreement(self, rollout: Rollout) -> None:
         """On one micro-batch, spread over the rollout's prompts."""
@@ -254,13 +238,8 @@ class Trainer:
         first = rollout.select(torch.arange(size) * responses // size)
         behaviour, policy = self._forward.support(first)
         self.agreement = check_agreement(
-            behaviour, policy, first.sequence, first.sampled, tolerance=self.mismatch_tolerance
+            behaviour, policy, first.sequence, first.sampled, tolerance=self.config.mismatch_tolerance
         )
-
-    @property
-    def mismatch_tolerance(self) -> float:
-        """Mean |Δ log-prob| that the numerics of engine and trainer explain, in nats."""
-        return self.config.engine.mismatch_tolerance + (0.1 if self.config.update.autocast else 0.0)
 
     def _check_model(self) -> None:
         """What the configuration asks of the model and the task, before anything is sampled."""
@@ -298,14 +277,6 @@ class Trainer:
             self.notes.append(reason)
 
 
-def _start(engine: EngineConfig, model: Any) -> Engine:
-    """The engine; ConfigError when it cannot serve this model."""
-    try:
-        return engine.start(model)
-    except ValueError as error:
-        raise ConfigError(f"engine: {error}") from error
-
-
 def problems_of(task: Task, split: Split) -> Sequence[Problem]:
     """The problems of a split; ConfigError when the task cannot give any."""
     try:
@@ -322,10 +293,11 @@ def mask_cannot_fire(config: Config) -> str | None:
     rule = config.rule
     if not rule.can_fire:
         return f"rule {rule.name} never drops a token with these settings"
-    exact = config.engine.mismatch_tolerance <= 1e-3 and not config.update.autocast
+    exact = config.mismatch_tolerance <= 1e-3
     if exact and config.update.steps_per_rollout * config.update.epochs == 1:
         return (
             "the mask can never drop a token: every rollout is used for one optimiser step, and its engine computes as "
-            "the trainer does, so both policies are equal; raise update.steps_per_rollout or use other engine.numerics"
+            "the trainer does, so both policies are equal; raise update.steps_per_rollout, or let the engine compute "
+            "in other numerics"
         )
     return None

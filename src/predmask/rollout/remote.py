@@ -1,0 +1,105 @@
+"""The Engine protocol over an inference engine in a process of its own."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from predmask.rollout.engine import Sampling, check_request, end_token_ids
+from predmask.rollout.probe import Probe
+from predmask.rollout.process import EngineProcess
+from predmask.rollout.records import Rollout
+from predmask.rollout.serve import pack_request, unpack_rollout
+from predmask.rollout.weights import weights_file
+
+
+class RemoteEngine:
+    """Samples in another process, whose weights are replaced in place by `update_weights`.
+
+    The process starts from random weights and then receives those of `model` like any later ones, so that the
+    first transfer proves that all of them arrive (see `Probe`).
+
+    Args:
+        model: a Hugging Face causal language model.
+        name, backend, settings, environment: as `EngineProcess` takes them; the settings are handed on with
+            `directory`, that of the model's config.json.
+        dtype: in which weights travel.
+        tolerance: mean |Δ log-prob| that the engine's numerics explain, in nats.
+        context: prompt and response come to at most so many tokens; None: as many as the model takes.
+
+    Raises RolloutError when the process cannot start, or does not answer with the model's weights.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        name: str,
+        backend: str,
+        settings: Mapping[str, Any],
+        environment: Mapping[str, str],
+        dtype: torch.dtype,
+        tolerance: float,
+        context: int | None,
+    ) -> None:
+        self._config: Any = model.config
+        self._context = context if context is not None else self._config.max_position_embeddings
+        self._dtype = dtype
+        self._end_ids = self._possible_end_ids(model)
+        self._version = 0
+        self._probe = Probe(vocabulary_size=self._config.vocab_size, context=self._context, tolerance=tolerance)
+        with tempfile.TemporaryDirectory(prefix="predmask-") as directory:
+            _write_config(model, Path(directory))
+            asked = {**settings, "directory": directory}
+            self._process = EngineProcess(name=name, backend=backend, settings=asked, environment=environment)
+        try:
+            self.update_weights(model, 0)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """The id of the engine's process."""
+        return self._process.pid
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, generator: torch.Generator) -> Rollout:
+        """Sample one response a prompt, each from a seed that the generator draws.
+
+        Raises RolloutError for what `check_request` and the engine refuse, and when the engine fails.
+        """
+        check_request(prompts, sampling, vocabulary_size=self._config.vocab_size, context=self._context)
+        seeds = torch.randint(2**62, (len(prompts),), generator=generator, device=generator.device)
+        return self._ask(prompts, seeds.cpu(), sampling)
+
+    def update_weights(self, model: nn.Module, version: int) -> None:
+        """Replace the engine's weights, and prove that it answers with them."""
+        with weights_file(model, self._dtype) as path:
+            self._process.ask({"do": "load", "file": str(path)})
+        self._end_ids = self._possible_end_ids(model)
+        probe = self._probe
+        probe.check(model, self._ask(probe.prompts, torch.arange(len(probe.prompts)), probe.sampling), version)
+        self._version = version
+
+    def close(self) -> None:
+        """End the process; calling it twice is allowed."""
+        self._process.close()
+
+    def _possible_end_ids(self, model: nn.Module) -> set[int]:
+        """The ids that end a response, without those that the model cannot sample and an engine would refuse."""
+        return {token for token in end_token_ids(model) if 0 <= token < self._config.vocab_size}
+
+    def _ask(self, prompts: Sequence[Sequence[int]], seeds: torch.Tensor, sampling: Sampling) -> Rollout:
+        _, tensors = self._process.ask(*pack_request(prompts, seeds, sampling, self._end_ids))
+        return unpack_rollout(prompts, tensors, self._version)
+
+
+def _write_config(model: Any, directory: Path) -> None:
+    """Its config.json, by which an engine builds the model: with its architecture, which a new model's lacks."""
+    config = type(model.config).from_dict({**model.config.to_dict(), "architectures": [type(model).__name__]})
+    config.save_pretrained(directory)

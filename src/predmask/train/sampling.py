@@ -1,0 +1,34 @@
+"""The trainer's side of an engine: starting it, and taking nothing from it that could not be trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from predmask.rollout import Engine, Rollout, RolloutError, Sampling
+from predmask.train.config import Config, ConfigError
+
+
+def start_engine(config: Config, model: Any) -> Engine:
+    """The configured engine with the weights of `model`; ConfigError when it cannot serve this model."""
+    try:
+        return config.engine.start(model)
+    except ValueError as error:
+        raise ConfigError(f"engine: {error}") from error
+
+
+def sample(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    generator: torch.Generator,
+    *,
+    vocabulary_size: int,
+) -> Rollout:
+    """One response to each prompt; RolloutError for answers to others, or that could not be trained on."""
+    rollout = engine.generate(prompts, sampling, generator)
+    if [list(prompt) for prompt in rollout.prompts] != [list(prompt) for prompt in prompts]:
+        raise RolloutError("the engine answered other prompts than it was given, or in another order")
+    return rollout.check(top_k=sampling.top_k, vocabulary_size=vocabulary_size)
