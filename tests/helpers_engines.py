@@ -4,9 +4,9 @@ import contextlib
 import importlib.util
 import json
 
-from predmask.rollout import ENGINES, RolloutError, TransformersConfig, VLLMConfig
+from predmask.rollout import ENGINES, RolloutError, SGLangConfig, TransformersConfig, VLLMConfig
 
-_PACKAGES = {VLLMConfig: "vllm"}
+_PACKAGES = {VLLMConfig: "vllm", SGLangConfig: "sglang"}
 _running = {}
 
 
@@ -16,9 +16,9 @@ def installed(cls):
 
 
 def exact_configs():
-    """One configuration of each installed engine, in float32."""
-    exact = {VLLMConfig: {"dtype": "float32", "kv_cache_gb": 0.5}}
-    return [cls(**exact.get(cls, {})) for cls in ENGINES.values() if installed(cls)]
+    """One configuration of each installed engine that has float32, in that."""
+    options = {TransformersConfig: {}, VLLMConfig: {"dtype": "float32", "kv_cache_gb": 0.5}}
+    return [cls(**options[cls]) for cls in ENGINES.values() if cls in options and installed(cls)]
 
 
 def started(config, model):

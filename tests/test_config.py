@@ -191,6 +191,8 @@ def test_negative_numbers_are_values() -> None:
         ("--rule none --rule.delta 1", ["'rule.delta'", "rule none has rule.name"]),
         ("--seed.x 1", ["'seed.x'", "did you mean 'seed'"]),
         ("--rule.delta.x 1", ["'rule.delta.x'"]),
+        ("--rollout.top_p 0.9", ["'rollout.top_p'", "truncated sampling is refused", "rollout.top_k is how many"]),
+        ("--min_p 0.1", ["'min_p'", "truncated sampling is refused"]),
         ("--rollout 3", ["rollout is '3'", "section", "rollout.prompts"]),
         ("--rule dpo", ["unknown rule 'dpo'", "did you mean 'dppo'", *RULES]),
         ("--engine vlm", ["unknown engine 'vlm'", *ENGINES]),

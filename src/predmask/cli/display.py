@@ -11,6 +11,7 @@ import torch
 from tqdm import tqdm
 
 from predmask.traces.records import DIRECTORY
+from predmask.train.config import Config
 from predmask.train.directory import task_name
 from predmask.train.evaluate import Accuracy
 from predmask.train.run import Display, Summary
@@ -23,13 +24,18 @@ class Console(Display):
     def __init__(self) -> None:
         self._bar: tqdm[Any] | None = None
 
+    def starting(self, config: Config) -> None:
+        """A line where there is something to wait for."""
+        if config.engine.startup:
+            print(f"starting {config.engine.name}: {config.engine.startup}", flush=True)
+
     def started(self, trainer: Trainer, directory: Path) -> None:
         """Say what is about to be trained, and warn of what cannot work."""
         config = trainer.config
         parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
         print(f"task     {task_name(config)}: {len(trainer.heldout)} held-out problems")
         print(f"model    {config.model}, {_count(parameters)} parameters, on {_device(trainer.device)}")
-        print(f"engine   {config.engine.name}{_numerics(config.engine)}")
+        print(f"engine   {config.engine.name}, {config.engine.numerics}")
         print(f"rule     {config.rule.name}: {config.rule.summary}")
         print(f"run      {directory}")
         for note in trainer.notes:
@@ -168,8 +174,3 @@ def _device(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
     return f"{device.type}, {threads} thread{'s' if threads > 1 else ''}"
-
-
-def _numerics(engine: object) -> str:
-    numerics = getattr(engine, "numerics", None)
-    return f", {numerics}" if numerics else ""

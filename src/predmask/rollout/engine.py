@@ -64,14 +64,29 @@ class Engine(Protocol):
         ...
 
 
-def check_request(
-    prompts: Sequence[Sequence[int]], sampling: Sampling, *, vocabulary_size: int, context: int | None
-) -> None:
-    """Refuse what no engine can answer, before anything is computed.
+ANY_TEMPERATURE = (0.0, math.inf)
+"""The temperatures above 0 that an engine without limits samples at."""
 
-    Raises RolloutError for no prompts, an empty prompt, an id or a K above the vocabulary, and a length above the
-    model's context (None: without limit).
+
+def check_request(
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    *,
+    vocabulary_size: int,
+    context: int | None,
+    temperatures: tuple[float, float] = ANY_TEMPERATURE,
+) -> None:
+    """Refuse what an engine cannot answer, before anything is computed.
+
+    Raises RolloutError for no prompts, an empty prompt, an id or a K above the vocabulary, a length above the
+    model's context (None: without limit), and a temperature outside the range that the engine samples at.
     """
+    low, high = temperatures
+    if sampling.temperature > 0 and not low <= sampling.temperature <= high:
+        raise RolloutError(
+            f"temperature is {sampling.temperature:g}, but the engine samples at {low:g} to {high:g}; take one of "
+            "these, or 0 for greedy decoding"
+        )
     if not prompts:
         raise RolloutError("there are no prompts to answer")
     for index, prompt in enumerate(prompts):

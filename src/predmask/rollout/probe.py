@@ -47,10 +47,9 @@ class _Answers:
 class Probe:
     """Compares engine and policy on fixed random prompts.
 
-    Engines start from random weights, so the first comparison after the first transfer proves that every weight
-    arrives: one that did not would leave the answers nats away. Later ones see to it that the engine follows: its
-    answers must move when the policy's do. Moves that the engine's rounding may swallow add up until they are too
-    large for that.
+    Engines start from random weights, so the first comparison shows that those of the policy arrive and that both
+    compute one model. Later ones see to it that the engine follows: its answers must move when the policy's do. Moves
+    that the engine's rounding may swallow add up until they are too large for that.
 
     Args:
         vocabulary_size: ids of the prompts are drawn from all of it.
@@ -74,6 +73,8 @@ class Probe:
         """
         policy = self._policy(model)
         rollout.check(top_k=self.sampling.top_k, vocabulary_size=policy.shape[1])
+        if not (torch.isfinite(rollout.logp).all() and torch.isfinite(rollout.topk_logp).all()):
+            raise RolloutError(f"the engine answers random prompts with NaN (version {version}): look at its weights")
         engine = torch.full_like(policy, torch.nan).scatter_(1, rollout.topk_ids, rollout.topk_logp)
         answers = _Answers(engine, policy)
         self._check_gap(answers, version)

@@ -27,6 +27,8 @@ from predmask.rollout.records import RolloutError
 
 _FAREWELL_SECONDS = 10.0
 _LOG_LINES = 12
+# Not -m: what an engine spawns imports the module that its parent ran once more.
+_START = "from predmask.rollout.serve import main; main()"
 
 
 class Line:
@@ -78,7 +80,7 @@ class EngineProcess:
         with theirs, open(descriptor, "wb") as log:
             self._process = subprocess.Popen(  # noqa: S603 - our own module, under our own interpreter
                 # -P: a folder of the user's that is called like a package must not be taken for it.
-                [sys.executable, "-P", "-m", "predmask.rollout.serve", str(theirs.fileno()), backend],
+                [sys.executable, "-P", "-c", _START, str(theirs.fileno()), backend],
                 env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(search)},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -114,7 +116,8 @@ class EngineProcess:
             self._line.send(message, tensors)
             answer, found = self._line.receive()
         except (EOFError, OSError):
-            raise RolloutError(self._obituary()) from None
+            reason = self._obituary() if self.close.alive else f"the {self._name} engine was closed"
+            raise RolloutError(reason) from None
         except BaseException:
             _kill(self._process)
             self.close()

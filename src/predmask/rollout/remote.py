@@ -21,8 +21,8 @@ from predmask.rollout.weights import weights_file
 class RemoteEngine:
     """Samples in another process, whose weights are replaced in place by `update_weights`.
 
-    The process starts from random weights and then receives those of `model` like any later ones, so that the
-    first transfer proves that all of them arrive (see `Probe`).
+    The process starts from random weights and then receives those of `model` like any later ones; after each
+    transfer it is asked for proof (see `Probe`).
 
     Args:
         model: a Hugging Face causal language model.
@@ -30,7 +30,8 @@ class RemoteEngine:
             `directory`, that of the model's config.json.
         dtype: in which weights travel.
         tolerance: mean |Δ log-prob| that the engine's numerics explain, in nats.
-        context: prompt and response come to at most so many tokens; None: as many as the model takes.
+        context: prompt and response come to at most so many tokens.
+        temperatures: lowest and highest that it samples at.
 
     Raises RolloutError when the process cannot start, or does not answer with the model's weights.
     """
@@ -45,14 +46,15 @@ class RemoteEngine:
         environment: Mapping[str, str],
         dtype: torch.dtype,
         tolerance: float,
-        context: int | None,
+        context: int,
+        temperatures: tuple[float, float],
     ) -> None:
         self._config: Any = model.config
-        self._context = context if context is not None else self._config.max_position_embeddings
+        self._context, self._temperatures = context, temperatures
         self._dtype = dtype
         self._end_ids = self._possible_end_ids(model)
         self._version = 0
-        self._probe = Probe(vocabulary_size=self._config.vocab_size, context=self._context, tolerance=tolerance)
+        self._probe = Probe(vocabulary_size=self._config.vocab_size, context=context, tolerance=tolerance)
         with tempfile.TemporaryDirectory(prefix="predmask-") as directory:
             _write_config(model, Path(directory))
             asked = {**settings, "directory": directory}
@@ -73,7 +75,13 @@ class RemoteEngine:
 
         Raises RolloutError for what `check_request` and the engine refuse, and when the engine fails.
         """
-        check_request(prompts, sampling, vocabulary_size=self._config.vocab_size, context=self._context)
+        check_request(
+            prompts,
+            sampling,
+            vocabulary_size=self._config.vocab_size,
+            context=self._context,
+            temperatures=self._temperatures,
+        )
         seeds = torch.randint(2**62, (len(prompts),), generator=generator, device=generator.device)
         return self._ask(prompts, seeds.cpu(), sampling)
 

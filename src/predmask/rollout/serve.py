@@ -1,4 +1,4 @@
-"""What an engine's process runs: `python -m predmask.rollout.serve DESCRIPTOR MODULE:CLASS`."""
+"""What an engine's process runs: `main`, with the line's descriptor and MODULE:CLASS of the backend as arguments."""
 
 from __future__ import annotations
 
@@ -131,7 +131,3 @@ def _end_with_parent(descriptor: int) -> None:
     poll.poll()
     time.sleep(_FAREWELL_SECONDS)  # for an orderly end, if the main thread is idle
     os.killpg(0, signal.SIGKILL)
-
-
-if __name__ == "__main__":
-    main()

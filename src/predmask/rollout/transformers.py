@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from typing_extensions import Doc
 
 from predmask.core.precision import wide_dtype
-from predmask.rollout.engine import Engine, Sampling, check_request, end_token_ids, evaluation_mode
+from predmask.rollout.engine import ANY_TEMPERATURE, Engine, Sampling, check_request, end_token_ids, evaluation_mode
 from predmask.rollout.numerics import MISMATCH_TOLERANCES, Numerics, NumericsCopy
 from predmask.rollout.records import Rollout, RolloutError
 
@@ -24,6 +24,8 @@ class TransformersConfig:
     name: ClassVar[str] = "transformers"
     summary: ClassVar[str] = "batched sampling in this process, any Hugging Face causal language model"
     needs: ClassVar[str] = "extra 'train'"
+    startup: ClassVar[str] = ""
+    temperatures: ClassVar[tuple[float, float]] = ANY_TEMPERATURE
 
     numerics: Annotated[Numerics, Doc("float32: the policy's own weights; else a rounded copy of it")] = "float32"
     batch_size: Annotated[int, Doc("responses sampled at once; bounds the memory of the key-value cache")] = 256

@@ -5,22 +5,20 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from typing_extensions import Doc
 
+from predmask.rollout.columns import Response, certain, paired, rollout_from_columns, scored
 from predmask.rollout.engine import Engine, Sampling
 from predmask.rollout.numerics import MISMATCH_TOLERANCES
 from predmask.rollout.records import Rollout, RolloutError
 from predmask.rollout.remote import RemoteEngine
-
-LOWEST_TEMPERATURE = 0.01
-"""vLLM samples at this temperature where a lower one is asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +28,9 @@ class VLLMConfig:
     name: ClassVar[str] = "vllm"
     summary: ClassVar[str] = "vLLM in a process of its own: continuous batching, GPU kernels, quantised weights"
     needs: ClassVar[str] = "extra 'vllm' (on a machine without a GPU: docs/engines.md)"
+    startup: ClassVar[str] = "a process of its own, which takes from ten seconds to some minutes"
+    # A lower one it would raise to this without a word.
+    temperatures: ClassVar[tuple[float, float]] = (0.01, 2.0)
 
     dtype: Annotated[Literal["bfloat16", "float32"], Doc("what it computes in")] = "bfloat16"
     quantization: Annotated[
@@ -99,7 +100,8 @@ class VLLMConfig:
             environment=_environment(torch.get_num_threads(), eager=eager),
             dtype=getattr(torch, self.dtype),
             tolerance=self.mismatch_tolerance,
-            context=self.max_length,
+            context=context if self.max_length is None else self.max_length,
+            temperatures=self.temperatures,
         )
 
 
@@ -146,16 +148,12 @@ class VLLMBackend:
             ) from error
         # Some models have their embedding alone, and refuse a tied head beside it.
         (self._has_head,) = self._llm.apply_model(lambda model: hasattr(model, "lm_head"))
+        (self._ledger,) = self._llm.apply_model(_Ledger)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling, end_ids: Sequence[int]
     ) -> Rollout:
         """See `serve.Backend`."""
-        if 0 < sampling.temperature < LOWEST_TEMPERATURE:
-            raise RolloutError(
-                f"temperature is {sampling.temperature:g}, but vLLM samples at {LOWEST_TEMPERATURE} at least: take "
-                "that, or 0 for greedy decoding"
-            )
         columns = self._columns(sampling)
         settings = [
             self._vllm.SamplingParams(
@@ -181,7 +179,9 @@ class VLLMBackend:
         """See `serve.Backend`."""
         if not self._has_head:
             weights = ((name, weight) for name, weight in weights if not name.startswith("lm_head."))
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        with _poisoned_memory():
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        self._ledger.check()
         if not self._llm.reset_prefix_cache():
             raise RolloutError("vLLM did not empty its prefix cache after an update: is it still answering?")
 
@@ -190,6 +190,37 @@ class VLLMBackend:
         if sampling.temperature == 0:
             return None
         return self._llm.model_config.get_vocab_size() if sampling.record_full else sampling.top_k
+
+
+class _Ledger:
+    """Which of a vLLM model's parameters were loaded; vLLM keeps count itself, and is content with less than all."""
+
+    def __init__(self, model: Any) -> None:
+        # Scales are computed from the weights.
+        self._all = {name for name, _ in model.named_parameters(remove_duplicate=False) if "scale" not in name}
+        self._missing = self._all
+        self._load = model.load_weights
+        model.load_weights = self._load_weights
+
+    def check(self) -> None:
+        """RolloutError where the last transfer left parameters as they were."""
+        if self._missing:
+            raise RolloutError(f"vLLM left weights as they were: {', '.join(sorted(self._missing))}")
+
+    def _load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str] | None:
+        loaded = self._load(weights)
+        self._missing = self._all - loaded if loaded is not None else set()  # some models keep no count
+        return loaded
+
+
+@contextmanager
+def _poisoned_memory() -> Iterator[None]:
+    """New tensors begin as NaN in here: vLLM loads some layers into fresh memory, whose every part must be written."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def rollout_from_vllm(
@@ -207,37 +238,12 @@ def rollout_from_vllm(
 
     Raises RolloutError for missing or miscounted answers, ids and log-probs.
     """
-    if len(outputs) != len(prompts):
-        raise RolloutError(f"vLLM returned {len(outputs)} answers to {len(prompts)} prompts")
-    responses = [_response(*pair, columns) for pair in zip(prompts, outputs, strict=True)]
-    tokens = torch.cat([response.tokens for response in responses])
-    ids = torch.cat([response.ids for response in responses])
-    logp = torch.cat([response.logp for response in responses])
-    return Rollout(
-        prompts=tuple(map(tuple, prompts)),
-        lengths=torch.tensor([len(response.tokens) for response in responses]),
-        tokens=tokens,
-        logp=logp[:, 0],
-        topk_ids=ids[:, 1 : top_k + 1],
-        topk_logp=logp[:, 1 : top_k + 1],
-        sampled=torch.ones_like(tokens, dtype=torch.bool),
-        version=torch.zeros_like(tokens),
-        finished=torch.tensor([response.finished for response in responses]),
-        full_logp=torch.empty_like(logp[:, 1:]).scatter_(1, ids[:, 1:], logp[:, 1:]) if full else None,
-    )
+    responses = [_response(*pair, columns) for pair in paired("vLLM", prompts, outputs)]
+    return rollout_from_columns(prompts, responses, top_k=top_k, full=full)
 
 
-class _Response(NamedTuple):
-    """One response of n tokens; slot 0 is the sampled one."""
-
-    tokens: Tensor
-    ids: Tensor
-    logp: Tensor
-    finished: bool
-
-
-def _response(prompt: Sequence[int], output: Any, columns: int | None) -> _Response:
-    if list(output.prompt_token_ids) != list(prompt):
+def _response(prompt: Sequence[int], output: Any, columns: int | None) -> Response:
+    if list(output.prompt_token_ids or ()) != list(prompt):
         raise RolloutError("vLLM answered another prompt than it was given, or in another order")
     if len(output.outputs) != 1:
         raise RolloutError(f"vLLM returned {len(output.outputs)} responses to a prompt, where 1 was asked for")
@@ -247,26 +253,17 @@ def _response(prompt: Sequence[int], output: Any, columns: int | None) -> _Respo
     tokens = torch.tensor(list(answer.token_ids), dtype=torch.int64)
     finished = answer.finish_reason == "stop"
     if columns is None:
-        return _Response(tokens, tokens[:, None], torch.zeros(len(tokens), 1), finished)
+        return certain(tokens, finished=finished)
     found = answer.logprobs
     if found is None:
         raise RolloutError("vLLM returned a response without log-probs")
-    counts = {end - start for start, end in zip(found.start_indices, found.end_indices, strict=True)}
+    spans = zip(found.start_indices, found.end_indices, strict=True)
+    wrong = {end - start for start, end in spans} - {columns + 1}
     if len(found.start_indices) != len(tokens):
         raise RolloutError(f"vLLM returned {len(tokens)} tokens, but log-probs of {len(found.start_indices)}")
-    if counts - {columns + 1}:
+    if wrong:
         raise RolloutError(
-            f"vLLM returned {min(counts) - 1} of the likeliest ids where {columns} were asked for; is its max_logprobs "
+            f"vLLM returned {min(wrong) - 1} of the likeliest ids where {columns} were asked for; is its max_logprobs "
             "lower?"
         )
-    ids = torch.tensor(found.token_ids, dtype=torch.int64).reshape(len(tokens), columns + 1)
-    other = torch.nonzero(ids[:, 0] != tokens)
-    if other.numel():
-        place = int(other[0])
-        raise RolloutError(
-            f"vLLM sampled id {int(tokens[place])} at token {place}, but the log-prob it returned there is that of id "
-            f"{int(ids[place, 0])}"
-        )
-    # NumPy reads None, an unknown log-prob, as NaN.
-    logp = torch.from_numpy(np.array(found.logprobs, dtype=np.float32)).reshape(ids.shape)
-    return _Response(tokens, ids, logp, finished)
+    return scored("vLLM", tokens, found.token_ids, found.logprobs, columns=columns, finished=finished)

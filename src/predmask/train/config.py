@@ -31,7 +31,9 @@ class RolloutConfig:
     group_size: Annotated[int, Doc("responses a prompt; their rewards are compared with each other")] = 16
     temperature: Annotated[float, Doc("sampling temperature of both policies")] = 1.0
     max_new_tokens: Annotated[int, Doc("length at which a response is cut")] = 256
-    top_k: Annotated[int, Doc("K: likeliest tokens recorded at each position; 0: the sampled token alone")] = 20
+    top_k: Annotated[
+        int, Doc("K: likeliest tokens recorded (not a truncation) at each position; 0: the sampled token alone")
+    ] = 20
 
     def __post_init__(self) -> None:
         _at_least(self, "rollout", prompts=1, group_size=2, max_new_tokens=1, top_k=0)
@@ -181,6 +183,12 @@ class Config:
             raise ConfigError(
                 f"update.steps_per_rollout is {self.update.steps_per_rollout}, which does not divide the "
                 f"{responses} responses of a step (rollout.prompts · rollout.group_size)"
+            )
+        low, high = self.engine.temperatures
+        if not low <= self.rollout.temperature <= high:
+            raise ConfigError(
+                f"rollout.temperature is {self.rollout.temperature}, but engine {self.engine.name!r} samples at "
+                f"{low:g} to {high:g}"
             )
         if self.rule.needs_topk and self.rollout.top_k == 0:
             raise ConfigError(

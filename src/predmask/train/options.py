@@ -26,6 +26,7 @@ _TABLES: dict[str, Mapping[str, type]] = {"task": TASKS, "engine": ENGINES, "rul
 
 _MEANINGS = {name: field.meaning for name, field in fields(Config).items()}
 _COMMENT_COLUMN = 32
+_TRUNCATIONS = ("top_p", "min_p")
 
 SECTIONS = tuple(_DEFAULTS)
 """The sections of a configuration, in order; what is in no section comes before them."""
@@ -187,6 +188,12 @@ def _unknown_option(stack: Mapping[str, _Section], name: str, key: str) -> Confi
         known = candidates = paths[name]
     else:
         known, candidates = [*paths[""], *SECTIONS], [*itertools.chain(*paths.values()), *SECTIONS]
+    if key in _TRUNCATIONS:
+        raise ConfigError(
+            f"unknown option {_path(name, key)!r}: truncated sampling is refused, since the engine would draw from "
+            "fewer tokens than the policy that is trained has, and every mask would see a distance that is none "
+            "(rollout.top_k is how many tokens are recorded, not a truncation)"
+        )
     owner = f"{name} {_name_of(name, stack[name].cls)}".strip() or "a run"
     return ConfigError(f"unknown option {_path(name, key)!r}{_hint(key, candidates)}; {owner} has {', '.join(known)}")
 

@@ -48,6 +48,9 @@ class Summary:
 class Display:
     """Shows a run while it goes on; this one shows nothing."""
 
+    def starting(self, config: Config) -> None:
+        """The configuration is sound; model and engine are about to be loaded."""
+
     def started(self, trainer: Trainer, directory: Path) -> None:
         """Model and engine are ready, nothing was sampled yet."""
 
@@ -75,6 +78,7 @@ def run(config: Config, *, display: Display | None = None, engine: Engine | None
     # What can be refused is refused before a model is loaded.
     refuse_existing(config)
     open_scalars = _tensorboard() if config.tensorboard else None
+    display.starting(config)
     trainer = Trainer(config, engine=engine)
     directory = RunDirectory(config)
     traces = _traces(trainer, directory.path) if config.traces.enabled else None
