@@ -196,9 +196,8 @@ class _Ledger:
     """Which of a vLLM model's parameters were loaded; vLLM keeps count itself, and is content with less than all."""
 
     def __init__(self, model: Any) -> None:
-        # Scales are computed from the weights.
-        self._all = {name for name, _ in model.named_parameters(remove_duplicate=False) if "scale" not in name}
-        self._missing = self._all
+        self._parameters = list(_names(model))
+        self._missing = [min(names) for names in self._parameters]
         self._load = model.load_weights
         model.load_weights = self._load_weights
 
@@ -208,9 +207,20 @@ class _Ledger:
             raise RolloutError(f"vLLM left weights as they were: {', '.join(sorted(self._missing))}")
 
     def _load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str] | None:
-        loaded = self._load(weights)
-        self._missing = self._all - loaded if loaded is not None else set()  # some models keep no count
+        loaded: set[str] | None = self._load(weights)
+        # Some models keep no count.
+        self._missing = [] if loaded is None else [min(names) for names in self._parameters if not names & loaded]
         return loaded
+
+
+def _names(model: nn.Module) -> Iterable[set[str]]:
+    """The names of each parameter that is loaded: several where its module has several, but a tied head has its own."""
+    found: dict[tuple[int, str], set[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, _ in module.named_parameters(recurse=False, remove_duplicate=False):
+            if "scale" not in name:  # which is computed from the weights
+                found.setdefault((id(module), name), set()).add(f"{path}.{name}")
+    return found.values()
 
 
 @contextmanager
