@@ -1,6 +1,5 @@
 """Engines for the tests of the contract: every one that is installed, and processes that are shared."""
 
-import contextlib
 import importlib.util
 import json
 
@@ -30,9 +29,12 @@ def started(config, model):
         return config.start(model)
     built = {name: value for name, value in model.config.to_dict().items() if "token_id" not in name}
     key = repr(config) + json.dumps(built, sort_keys=True, default=str)
-    if key in _running:
-        with contextlib.suppress(RolloutError):  # a test has closed it
-            _running[key].update_weights(model, 0)
-            return _running[key]
-    _running[key] = config.start(model)
+    try:
+        _running[key].update_weights(model, 0)
+    except KeyError:
+        _running[key] = config.start(model)
+    except RolloutError as error:
+        if "was closed" not in str(error):
+            raise
+        _running[key] = config.start(model)
     return _running[key]

@@ -443,12 +443,12 @@ def stand_in(monkeypatch):
 
 @pytest.fixture
 def backend(stand_in, tmp_path):
-    return make_backend(tmp_path)
+    return make_backend()
 
 
-def make_backend(directory, model=None, **changes):
-    (model or small_model("qwen3")).config.save_pretrained(directory)
+def make_backend(model=None, **changes):
     settings = {
+        "config": (model or small_model("qwen3")).config.to_json_string(use_diff=False),
         "vocabulary_size": VOCABULARY,
         "tied": ["lm_head.weight"],
         "dtype": "bfloat16",
@@ -457,7 +457,7 @@ def make_backend(directory, model=None, **changes):
         "context_length": 64,
         "max_running_requests": 4,
     }
-    return SGLangBackend(directory=str(directory), **settings | changes)
+    return SGLangBackend(**settings | changes)
 
 
 def weights_of(model):
@@ -474,7 +474,7 @@ def calls_of(engine, name):
 def test_the_engine_is_started_as_sglang_names_it(stand_in, backend, tmp_path):
     (arguments,) = calls_of(stand_in, "Engine")
     assert {name: type(value) for name, value in arguments.items()} == ENGINE_ARGUMENTS
-    assert arguments["model_path"] == str(tmp_path)
+    assert (Path(arguments["model_path"]) / "config.json").is_file()
     # arg_groups/choices.py, LOAD_FORMAT_CHOICES; arg_groups/fields/model.py, dtype
     assert (arguments["load_format"], arguments["dtype"]) == ("dummy", "bfloat16")
     assert arguments["skip_tokenizer_init"]
@@ -555,7 +555,7 @@ def test_weights_in_a_session_and_then_no_cache(stand_in, backend, monkeypatch):
 
 def test_an_untied_head_is_sent(stand_in, tmp_path):
     model = small_model("qwen3_untied")
-    backend = make_backend(tmp_path, model, tied=[])
+    backend = make_backend(model, tied=[])
     backend.load(weights_of(model))
     (arguments,) = calls_of(stand_in, LOAD)
     assert "lm_head.weight" in arguments["names"]
@@ -575,7 +575,7 @@ def test_an_sglang_without_sessions_is_too_old(monkeypatch, tmp_path):
     old = types.SimpleNamespace(Engine=type("Engine", (), {}), __version__="0.5.20")
     monkeypatch.setitem(sys.modules, "sglang", old)
     with pytest.raises(RolloutError, match=r"sglang 0\.5\.20 is too old for predmask, which needs 0\.5\.21"):
-        make_backend(tmp_path)
+        make_backend()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed")

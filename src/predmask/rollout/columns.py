@@ -47,7 +47,7 @@ def scored(
     columns: int,
     finished: bool,
 ) -> Response:
-    """A response from its n · (1 + C) ids and log-probs, row after row; None is an unknown log-prob.
+    """A response of n tokens from n · (1 + `columns`) ids and as many log-probs, row after row; None is unknown.
 
     Raises RolloutError where the first of a row is not the sampled token.
     """
@@ -84,5 +84,5 @@ def rollout_from_columns(
         sampled=torch.ones_like(tokens, dtype=torch.bool),
         version=torch.zeros_like(tokens),
         finished=torch.tensor([response.finished for response in responses]),
-        full_logp=torch.empty_like(likeliest).scatter_(1, ids, likeliest) if full else None,
+        full_logp=torch.full_like(likeliest, torch.nan).scatter_(1, ids, likeliest) if full else None,
     )

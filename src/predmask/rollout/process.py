@@ -1,63 +1,39 @@
-"""An engine in a process of its own, and the line that trainer and engine speak over.
+"""An engine in a process of its own, from the trainer's side.
 
 An inference engine changes thread settings, seeds global generators and may crash: none of that reaches the
 trainer. The process is started anew (not forked), leads a process group that a terminal's Ctrl-C does not reach, and
-ends with its parent, however that ends (see `serve`).
+ends with its parent, however that ends (see `serve`); its files go with it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from predmask.rollout.messages import Channel
 from predmask.rollout.records import RolloutError
 
-_FAREWELL_SECONDS = 10.0
+_CLOSE_SECONDS = 10.0
 _LOG_LINES = 12
 # Not -m: what an engine spawns imports the module that its parent ran once more.
 _START = "from predmask.rollout.serve import main; main()"
-
-
-class Line:
-    """Messages of plain values (JSON) and tensors (safetensors): nothing is unpickled on either side."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-
-    def send(self, message: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
-        """Send one message; raises OSError when the other side is gone."""
-        from safetensors.torch import save
-
-        self._connection.send_bytes(json.dumps(dict(message)).encode())
-        self._connection.send_bytes(save({name: tensor.contiguous() for name, tensor in (tensors or {}).items()}))
-
-    def receive(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Wait for one message; raises EOFError or OSError when the other side is gone."""
-        from safetensors.torch import load
-
-        message = json.loads(self._connection.recv_bytes())
-        return message, load(self._connection.recv_bytes())
-
-    def close(self) -> None:
-        """Hang up."""
-        self._connection.close()
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a private directory is made in it
 
 
 class EngineProcess:
-    """The trainer's side: starts `predmask.rollout.serve` and asks it.
+    """Starts `predmask.rollout.serve`, and asks it.
 
     Args:
         name: the engine's name, for messages.
@@ -70,18 +46,19 @@ class EngineProcess:
 
     def __init__(self, *, name: str, backend: str, settings: Mapping[str, Any], environment: Mapping[str, str]) -> None:
         self._name = name
-        self._failed = False
-        descriptor, path = tempfile.mkstemp(prefix=f"predmask-{name}-", suffix=".log")
-        self._log = Path(path)
+        self.directories = _private_directories(name)
+        """Its own, for files: in shared memory where there is some, and in the usual temporary place."""
+        self._log = self.directories[-1] / "engine.log"
         ours, theirs = Pipe()
-        self._line = Line(ours)
+        self._channel = Channel(ours)
         # This very package, wherever it was imported from.
         search = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-        with theirs, open(descriptor, "wb") as log:
+        own = {"PYTHONPATH": os.pathsep.join(search), "TMPDIR": str(self.directories[-1])}
+        with theirs, self._log.open("wb") as log:
             self._process = subprocess.Popen(  # noqa: S603 - our own module, under our own interpreter
                 # -P: a folder of the user's that is called like a package must not be taken for it.
-                [sys.executable, "-P", "-c", _START, str(theirs.fileno()), backend],
-                env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(search)},
+                [sys.executable, "-P", "-c", _START, str(theirs.fileno()), backend, *map(str, self.directories)],
+                env={**os.environ, **environment, **own},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -89,7 +66,7 @@ class EngineProcess:
                 start_new_session=True,
             )
         # Also for a close() that was forgotten.
-        self.close = weakref.finalize(self, _end, self._line, self._process, self._log)
+        self.close = weakref.finalize(self, _end, self._channel, self._process, self.directories)
         """End the process and whatever it started; calling it twice is allowed."""
         try:
             self.ask(settings)
@@ -102,6 +79,11 @@ class EngineProcess:
         """The process's id, which is its group's too."""
         return self._process.pid
 
+    def check_open(self) -> None:
+        """RolloutError after `close`."""
+        if not self.close.alive:
+            raise RolloutError(f"the {self._name} engine was closed")
+
     def ask(
         self, message: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -110,14 +92,13 @@ class EngineProcess:
         Raises RolloutError for what the engine refuses, and when it fails or is gone. Interrupted while it waits,
         it ends the process: a late answer must not be taken for that to the next question.
         """
-        if not self.close.alive:
-            raise RolloutError(f"the {self._name} engine was closed")
+        self.check_open()
         try:
-            self._line.send(message, tensors)
-            answer, found = self._line.receive()
+            self._channel.send(message, tensors)
+            answer, found = self._channel.receive()
         except (EOFError, OSError):
-            reason = self._obituary() if self.close.alive else f"the {self._name} engine was closed"
-            raise RolloutError(reason) from None
+            self.check_open()  # another thread may have closed it meanwhile
+            raise RolloutError(self._ending()) from None
         except BaseException:
             _kill(self._process)
             self.close()
@@ -125,40 +106,53 @@ class EngineProcess:
         if "refused" in answer:
             raise RolloutError(answer["refused"])
         if "failed" in answer:
-            raise RolloutError(f"the {self._name} engine failed: {answer['failed']}\n{self._last_words()}")
+            raise RolloutError(f"the {self._name} engine failed: {answer['failed']}\n{self._log_tail()}")
         return answer, found
 
-    def _obituary(self) -> str:
+    def _ending(self) -> str:
         """How the process ended, which it has or is about to."""
-        words = self._last_words()
-        self.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_CLOSE_SECONDS)
         code = self._process.returncode
-        if code < 0:
+        log = self._log_tail()
+        self.close()
+        if code is None:
+            ending = "hung up"
+        elif code == -signal.SIGKILL:
+            # Its log says nothing of that.
+            ending, log = "was ended by SIGKILL (out of memory?)", log.rpartition("\n")[2]
+        elif code < 0:
             ending = f"was ended by {signal.Signals(-code).name}"
-            ending += " (out of memory?)" if code == -signal.SIGKILL else ""
         else:
             ending = f"ended with exit code {code}"
-        return f"the {self._name} engine's process {ending}\n{words}"
+        return f"the {self._name} engine's process {ending}\n{log}"
 
-    def _last_words(self) -> str:
+    def _log_tail(self) -> str:
         """The end of its log, and where the whole of it is kept."""
-        if not self._failed:
-            self._failed = True
-            self._log = self._log.rename(self._log.with_suffix(".failed.log"))
-        lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES:]
-        return "\n".join([*(f"  | {line}" for line in lines), f"its log is {self._log}"])
+        kept = self.directories[-1].with_suffix(".failed.log")
+        shutil.copyfile(self._log, kept)
+        lines = kept.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES:]
+        return "\n".join([*(f"  | {line}" for line in lines), f"its log is {kept}"])
 
 
-def _end(line: Line, process: subprocess.Popen[bytes], log: Path) -> None:
-    line.close()  # which tells it to end
+def _private_directories(name: str) -> list[Path]:
+    """New directories that are readable for this user alone, the fastest first."""
+    places = [_SHARED_MEMORY] if os.access(_SHARED_MEMORY, os.W_OK) else []
+    return [Path(tempfile.mkdtemp(prefix=f"predmask-{name}-", dir=place)) for place in (*places, None)]
+
+
+def _end(channel: Channel, process: subprocess.Popen[bytes], directories: Sequence[Path]) -> None:
+    channel.close()  # which tells it to end
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(_FAREWELL_SECONDS)
+        process.wait(_CLOSE_SECONDS)
     _kill(process)
-    log.unlink(missing_ok=True)
+    for directory in directories:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
     """The whole group: what the process started may outlive it."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait(_FAREWELL_SECONDS)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_CLOSE_SECONDS)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from predmask.rollout.engine import Sampling, check_request, end_token_ids
+from predmask.rollout.messages import pack_request, unpack_rollout
 from predmask.rollout.probe import Probe
 from predmask.rollout.process import EngineProcess
-from predmask.rollout.records import Rollout
-from predmask.rollout.serve import pack_request, unpack_rollout
+from predmask.rollout.records import Rollout, RolloutError
 from predmask.rollout.weights import weights_file
 
 
@@ -27,7 +25,7 @@ class RemoteEngine:
     Args:
         model: a Hugging Face causal language model.
         name, backend, settings, environment: as `EngineProcess` takes them; the settings are handed on with
-            `directory`, that of the model's config.json.
+            `config`, the text of the model's config.json.
         dtype: in which weights travel.
         tolerance: mean |Δ log-prob| that the engine's numerics explain, in nats.
         context: prompt and response come to at most so many tokens.
@@ -55,10 +53,8 @@ class RemoteEngine:
         self._end_ids = self._possible_end_ids(model)
         self._version = 0
         self._probe = Probe(vocabulary_size=self._config.vocab_size, context=context, tolerance=tolerance)
-        with tempfile.TemporaryDirectory(prefix="predmask-") as directory:
-            _write_config(model, Path(directory))
-            asked = {**settings, "directory": directory}
-            self._process = EngineProcess(name=name, backend=backend, settings=asked, environment=environment)
+        asked = {**settings, "config": _config_text(model)}
+        self._process = EngineProcess(name=name, backend=backend, settings=asked, environment=environment)
         try:
             self.update_weights(model, 0)
         except BaseException:
@@ -75,6 +71,8 @@ class RemoteEngine:
 
         Raises RolloutError for what `check_request` and the engine refuse, and when the engine fails.
         """
+        if not self._proven:
+            raise RolloutError("the engine's last update of weights failed; update them before it is asked again")
         check_request(
             prompts,
             sampling,
@@ -86,13 +84,18 @@ class RemoteEngine:
         return self._ask(prompts, seeds.cpu(), sampling)
 
     def update_weights(self, model: nn.Module, version: int) -> None:
-        """Replace the engine's weights, and prove that it answers with them."""
-        with weights_file(model, self._dtype) as path:
+        """Replace the engine's weights, and prove that it answers with them.
+
+        Raises RolloutError when it does not; then it is asked nothing more until an update succeeds.
+        """
+        self._process.check_open()
+        self._proven = False
+        with weights_file(model, self._dtype, self._process.directories) as path:
             self._process.ask({"do": "load", "file": str(path)})
         self._end_ids = self._possible_end_ids(model)
         probe = self._probe
         probe.check(model, self._ask(probe.prompts, torch.arange(len(probe.prompts)), probe.sampling), version)
-        self._version = version
+        self._version, self._proven = version, True
 
     def close(self) -> None:
         """End the process; calling it twice is allowed."""
@@ -107,7 +110,7 @@ class RemoteEngine:
         return unpack_rollout(prompts, tensors, self._version)
 
 
-def _write_config(model: Any, directory: Path) -> None:
-    """Its config.json, by which an engine builds the model: with its architecture, which a new model's lacks."""
-    config = type(model.config).from_dict({**model.config.to_dict(), "architectures": [type(model).__name__]})
-    config.save_pretrained(directory)
+def _config_text(model: Any) -> str:
+    """Its config.json, with its architecture, which a model that was never saved lacks there."""
+    config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
+    return type(model.config).from_dict(config).to_json_string(use_diff=False)

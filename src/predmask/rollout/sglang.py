@@ -18,6 +18,7 @@ from predmask.rollout.engine import Engine, Sampling
 from predmask.rollout.numerics import MISMATCH_TOLERANCES
 from predmask.rollout.records import Rollout, RolloutError
 from predmask.rollout.remote import RemoteEngine
+from predmask.rollout.serve import model_directory
 
 _RESERVED = 6
 """SGLang keeps this many positions of its context free besides those of a prompt and its first token."""
@@ -123,20 +124,20 @@ class SGLangBackend:
     """SGLang inside its own process (see `serve.Backend`).
 
     Args:
-        directory: where the model's config.json is.
+        config: the text of the model's config.json.
         vocabulary_size: V, rows of the model's head.
         tied: names of weights that are the same as another one, which SGLang must not be sent.
         settings: further arguments of `sglang.Engine`.
     """
 
-    def __init__(self, *, directory: str, vocabulary_size: int, tied: Sequence[str], **settings: Any) -> None:
+    def __init__(self, *, config: str, vocabulary_size: int, tied: Sequence[str], **settings: Any) -> None:
         sglang: Any = importlib.import_module("sglang")
         if not hasattr(sglang.Engine, "begin_weight_update"):
             raise RolloutError(f"sglang {sglang.__version__} is too old for predmask, which needs 0.5.21")
         self._vocabulary_size = vocabulary_size
         self._tied = frozenset(tied)
         self._engine = sglang.Engine(
-            model_path=directory,
+            model_path=model_directory(config),
             **settings,
             skip_tokenizer_init=True,
             load_format="dummy",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,9 @@ from predmask.rollout.engine import Engine, Sampling
 from predmask.rollout.numerics import MISMATCH_TOLERANCES
 from predmask.rollout.records import Rollout, RolloutError
 from predmask.rollout.remote import RemoteEngine
+from predmask.rollout.serve import model_directory
+
+_CPU_QUANTIZATION = "fp8_per_channel"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +87,10 @@ class VLLMConfig:
         context = built.max_position_embeddings
         if self.max_length is not None and self.max_length > context:
             raise ValueError(f"engine.max_length is {self.max_length}, but the model's context is {context}")
+        if self.quantization not in (None, _CPU_QUANTIZATION) and not torch.cuda.is_available():
+            raise ValueError(
+                f"engine.quantization is {self.quantization}, but without a GPU vLLM has {_CPU_QUANTIZATION} only"
+            )
         eager = not torch.cuda.is_available() if self.eager is None else self.eager
         return RemoteEngine(
             model,
@@ -113,20 +121,28 @@ def _environment(threads: int, *, eager: bool) -> dict[str, str]:
         "OMP_NUM_THREADS": str(threads),
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
+        # What it opens to talk to itself is for this machine alone.
+        "VLLM_HOST_IP": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
         "HF_HUB_OFFLINE": "1",  # configuration and weights come from the trainer
         # Else the first call compiles the sampler, which takes as long as many steps.
         **({"TORCHDYNAMO_DISABLE": "1"} if eager else {}),
     }
 
 
+_ABOUT_MEMORY = re.compile(r"KV cache|cache blocks|memory for kv|memory utilization|out of memory")
+# Parameters that are computed from others.
+_COMPUTED = re.compile(r"(weight|input|[qkv]|prob|w13_weight|w2_weight|w13_input|w2_input)_scale(_inv)?")
+
+
 class VLLMBackend:
     """vLLM inside its own process (see `serve.Backend`); the settings are arguments of `vllm.LLM`."""
 
-    def __init__(self, *, directory: str, **settings: Any) -> None:
+    def __init__(self, *, config: str, **settings: Any) -> None:
         self._vllm: Any = importlib.import_module("vllm")
         try:
             self._llm = self._vllm.LLM(
-                directory,
+                model_directory(config),
                 **settings,
                 skip_tokenizer_init=True,
                 load_format="dummy",
@@ -136,19 +152,22 @@ class VLLMBackend:
                 generation_config="vllm",  # not the model's own top_p, top_k and the like
                 # The cache's size is given; this share is only what must be free at the start.
                 gpu_memory_utilization=0.01,
+                hf_overrides={"head_dtype": "float32"},  # as the trainer's: else logits are rounded to 16 bits
                 disable_log_stats=True,
                 seed=0,
             )
-        except ValueError as error:
-            if "KV cache" not in str(error):
+        except (ValueError, torch.OutOfMemoryError) as error:
+            if not _ABOUT_MEMORY.search(str(error)):
                 raise
+            size = settings["kv_cache_memory_bytes"] / 1e9
             raise RolloutError(
-                f"engine.kv_cache_gb is too small for one response of the greatest length, or more than there is; "
-                f"change it, or lower engine.max_length ({error})"
+                f"vLLM finds a key-value cache of {size:g} GB too large for this machine, or too small for one full "
+                "response: set engine.kv_cache_gb, or lower engine.max_length. Its own words name other options: "
+                f"{error}"
             ) from error
         # Some models have their embedding alone, and refuse a tied head beside it.
         (self._has_head,) = self._llm.apply_model(lambda model: hasattr(model, "lm_head"))
-        (self._ledger,) = self._llm.apply_model(_Ledger)
+        (self._load_count,) = self._llm.apply_model(_LoadCount)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling, end_ids: Sequence[int]
@@ -181,7 +200,7 @@ class VLLMBackend:
             weights = ((name, weight) for name, weight in weights if not name.startswith("lm_head."))
         with _poisoned_memory():
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-        self._ledger.check()
+        self._load_count.check()
         if not self._llm.reset_prefix_cache():
             raise RolloutError("vLLM did not empty its prefix cache after an update: is it still answering?")
 
@@ -192,7 +211,7 @@ class VLLMBackend:
         return self._llm.model_config.get_vocab_size() if sampling.record_full else sampling.top_k
 
 
-class _Ledger:
+class _LoadCount:
     """Which of a vLLM model's parameters were loaded; vLLM keeps count itself, and is content with less than all."""
 
     def __init__(self, model: Any) -> None:
@@ -218,8 +237,8 @@ def _names(model: nn.Module) -> Iterable[set[str]]:
     found: dict[tuple[int, str], set[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for name, _ in module.named_parameters(recurse=False, remove_duplicate=False):
-            if "scale" not in name:  # which is computed from the weights
-                found.setdefault((id(module), name), set()).add(f"{path}.{name}")
+            if not _COMPUTED.fullmatch(name):
+                found.setdefault((id(module), name), set()).add(f"{path}.{name}".lstrip("."))
     return found.values()
 
 

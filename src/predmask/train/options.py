@@ -188,7 +188,7 @@ def _unknown_option(stack: Mapping[str, _Section], name: str, key: str) -> Confi
         known = candidates = paths[name]
     else:
         known, candidates = [*paths[""], *SECTIONS], [*itertools.chain(*paths.values()), *SECTIONS]
-    if key in _TRUNCATIONS:
+    if key in _TRUNCATIONS or (name, key) == ("engine", "top_k"):
         raise ConfigError(
             f"unknown option {_path(name, key)!r}: truncated sampling is refused, since the engine would draw from "
             "fewer tokens than the policy that is trained has, and every mask would see a distance that is none "

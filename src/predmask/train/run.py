@@ -116,7 +116,8 @@ def run(config: Config, *, display: Display | None = None, engine: Engine | None
             display.stepped(last, trainer)
             warn()
     except (KeyboardInterrupt, Exception) as error:
-        finish("interrupted" if isinstance(error, KeyboardInterrupt) else f"failed: {error}")
+        reason, _, _ = str(error).partition("\n")
+        finish("interrupted" if isinstance(error, KeyboardInterrupt) else f"failed: {reason}")
         raise
     finally:
         trainer.close()

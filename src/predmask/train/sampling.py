@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,17 @@ def start_engine(config: Config, model: Any) -> Engine:
         raise ConfigError(f"engine: {error}") from error
 
 
-def sample(
+def context_of(config: Config, *models: Any) -> float:
+    """Tokens that prompt and response may come to, for engine and models alike; infinite where nothing limits them."""
+    limits = [getattr(config.engine, "max_length", None), *(_context(model) for model in models)]
+    return min((limit for limit in limits if limit is not None), default=math.inf)
+
+
+def _context(model: Any) -> int | None:
+    return getattr(model.config, "max_position_embeddings", None)
+
+
+def sample_responses(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,

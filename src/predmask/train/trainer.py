@@ -28,7 +28,7 @@ from predmask.train.config import Config, ConfigError
 from predmask.train.evaluate import Accuracy, decode, encode, evaluate, generator_for, is_right, repeat_each
 from predmask.train.forward import forward_of
 from predmask.train.models import load_policy, resolve_device
-from predmask.train.sampling import sample, start_engine
+from predmask.train.sampling import context_of, sample_responses, start_engine
 from predmask.train.tracing import LARGEST_FULL, MinibatchTrace, Recorder, StepTrace
 
 
@@ -150,7 +150,9 @@ class Trainer:
         """[B] responses, one to each of the problems; `full` records whole distributions."""
         prompts = encode(self.tokenizer, problems)
         sampling = replace(self.config.rollout.sampling(), record_full=full)
-        return sample(self.engine, prompts, sampling, self._sampling, vocabulary_size=self.model.config.vocab_size)
+        return sample_responses(
+            self.engine, prompts, sampling, self._sampling, vocabulary_size=self.model.config.vocab_size
+        )
 
     def _reward(self, problems: list[Problem], rollout: Rollout, metrics: Metrics) -> torch.Tensor:
         """[B] rewards, NaN where an answer could not be scored."""
@@ -255,12 +257,17 @@ class Trainer:
                 f"{settings.vocab_size}, more than {LARGEST_FULL}; leave it out (traces.after works with any)"
             )
         prompts = encode(self.tokenizer, (*self._problems, *self.heldout))
-        context = getattr(settings, "max_position_embeddings", math.inf)
+        context = context_of(self.config, self.model)
         longest = max(map(len, prompts))
         if longest + rollout.max_new_tokens > context:
+            limit = f"the context of model {name!r}"
+            if getattr(self.config.engine, "max_length", None) == context:
+                limit = "engine.max_length"
+            room = context - longest
             raise ConfigError(
                 f"rollout.max_new_tokens is {rollout.max_new_tokens}, which with prompts of up to {longest} tokens is "
-                f"more than the context of model {name!r}, {context}; choose at most {context - longest}"
+                f"more than {limit}, {context}; "
+                + (f"choose at most {room}" if room > 0 else "the prompts alone are longer")
             )
         ids = [token for prompt in prompts for token in prompt]
         unknown = ids.count(self.tokenizer.unk_token_id) / max(len(ids), 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,8 +18,7 @@ from predmask.train.config import Config, ConfigError
 from predmask.train.evaluate import encode, generator_for, repeat_each
 from predmask.train.forward import Forward, forward_of
 from predmask.train.models import load_policy, resolve_device
-from predmask.train.sampling import sample as draw
-from predmask.train.sampling import start_engine
+from predmask.train.sampling import context_of, sample_responses, start_engine
 from predmask.train.trainer import problems_of
 
 Progress = Callable[[str, int, int], object]
@@ -49,7 +47,7 @@ class Sample:
     """Tokens that an engine sampled, with what it and the trainer say of them."""
 
     config: Config
-    """As asked, with `rollout.max_new_tokens` as the model's context allows."""
+    """As asked, with `rollout.max_new_tokens` as the contexts of models and engine allow."""
     other: str | None
     """The model whose weights the engine had; None: those of `config.model`."""
     tokens: TokenTrace
@@ -85,7 +83,7 @@ def sample(
     forward, _ = forward_of(config, model)
     sampling_model = model if other is None else _other_model(other, config.model, model, tokenizer, device)
     prompts = _prompts(config, tokenizer)
-    config = _within_context(config, model, prompts)
+    config = _within_context(config, [model, sampling_model], prompts)
     rollout = _rollout(config, sampling_model, prompts, engine, progress)
     tokens = _score(rollout, forward, config, progress)
     return Sample(
@@ -126,9 +124,9 @@ def _prompts(config: Config, tokenizer: Any) -> list[list[int]]:
     return encode(tokenizer, repeat_each(problems, config.rollout.group_size))
 
 
-def _within_context(config: Config, model: Any, prompts: list[list[int]]) -> Config:
-    """With responses that fit in the model's context: nothing here needs them to be longer."""
-    room = getattr(model.config, "max_position_embeddings", math.inf) - max(map(len, prompts))
+def _within_context(config: Config, models: list[Any], prompts: list[list[int]]) -> Config:
+    """With responses that fit in the context of models and engine: nothing here needs them to be longer."""
+    room = int(min(context_of(config, *models), 2**31)) - max(map(len, prompts))
     if not 1 <= room < config.rollout.max_new_tokens:
         return config
     return replace(config, rollout=replace(config.rollout, max_new_tokens=room))
@@ -144,7 +142,9 @@ def _rollout(
     try:
         progress("sampling", 0, len(prompts))
         generator = generator_for(config.seed, "mismatch")
-        return draw(engine, prompts, config.rollout.sampling(), generator, vocabulary_size=model.config.vocab_size)
+        return sample_responses(
+            engine, prompts, config.rollout.sampling(), generator, vocabulary_size=model.config.vocab_size
+        )
     finally:
         engine.close()
 
