@@ -110,6 +110,24 @@ def check_request(
         )
 
 
+def check_counts(config: Any, *names: str) -> None:
+    """ValueError where one of these fields of an engine's configuration is below 1; None is no limit."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise ValueError(f"engine.{name} is {value}; it must be 1 or more")
+
+
+def context_within(model: Any, max_length: int | None) -> int:
+    """Tokens that an engine takes: `max_length`, or the model's context; ValueError for more than that."""
+    context: int = model.config.max_position_embeddings
+    if max_length is None:
+        return context
+    if max_length > context:
+        raise ValueError(f"engine.max_length is {max_length}, but the model's context is {context}")
+    return max_length
+
+
 def end_token_ids(model: Any) -> frozenset[int]:
     """The token ids that end a response, by the model's generation settings."""
     value = getattr(getattr(model, "generation_config", None), "eos_token_id", None)

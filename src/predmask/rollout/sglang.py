@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from typing_extensions import Doc
 
 from predmask.rollout.columns import Response, certain, paired, rollout_from_columns, scored
-from predmask.rollout.engine import Engine, Sampling
+from predmask.rollout.engine import Engine, Sampling, check_counts, context_within
 from predmask.rollout.numerics import MISMATCH_TOLERANCES
 from predmask.rollout.records import Rollout, RolloutError
 from predmask.rollout.remote import RemoteEngine
@@ -61,10 +61,7 @@ class SGLangConfig:
             raise ValueError(
                 f"engine.mem_fraction_static is {self.mem_fraction_static}; it must be between 0 and 1, such as 0.3"
             )
-        for name in ("batch_size", "max_length"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"engine.{name} is {value}; it must be 1 or more")
+        check_counts(self, "batch_size", "max_length")
 
     @property
     def numerics(self) -> str:
@@ -87,10 +84,7 @@ class SGLangConfig:
                 "pip install -e '.[sglang]'). Without a GPU take engine vllm or transformers"
             )
         checkpoint: Any = model
-        longest = checkpoint.config.max_position_embeddings
-        context = longest if self.max_length is None else self.max_length
-        if context > longest:
-            raise ValueError(f"engine.max_length is {context}, but the model's context is {longest}")
+        context = context_within(model, self.max_length)
         return RemoteEngine(
             model,
             name=self.name,

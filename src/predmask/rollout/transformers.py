@@ -12,7 +12,15 @@ from torch import Tensor, nn
 from typing_extensions import Doc
 
 from predmask.core.precision import wide_dtype
-from predmask.rollout.engine import ANY_TEMPERATURE, Engine, Sampling, check_request, end_token_ids, evaluation_mode
+from predmask.rollout.engine import (
+    ANY_TEMPERATURE,
+    Engine,
+    Sampling,
+    check_counts,
+    check_request,
+    end_token_ids,
+    evaluation_mode,
+)
 from predmask.rollout.numerics import MISMATCH_TOLERANCES, Numerics, NumericsCopy
 from predmask.rollout.records import Rollout, RolloutError
 
@@ -31,8 +39,7 @@ class TransformersConfig:
     batch_size: Annotated[int, Doc("responses sampled at once; bounds the memory of the key-value cache")] = 256
 
     def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise ValueError(f"engine.batch_size is {self.batch_size}; it must be 1 or more")
+        check_counts(self, "batch_size")
 
     @property
     def mismatch_tolerance(self) -> float:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from typing_extensions import Doc
 
 from predmask.rollout.columns import Response, certain, paired, rollout_from_columns, scored
-from predmask.rollout.engine import Engine, Sampling
+from predmask.rollout.engine import Engine, Sampling, check_counts, context_within
 from predmask.rollout.numerics import MISMATCH_TOLERANCES
 from predmask.rollout.records import Rollout, RolloutError
 from predmask.rollout.remote import RemoteEngine
@@ -56,10 +56,7 @@ class VLLMConfig:
             )
         if not 0 < self.kv_cache_gb < math.inf:
             raise ValueError(f"engine.kv_cache_gb is {self.kv_cache_gb}; it must be above 0, such as 4")
-        for name in ("batch_size", "max_length"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"engine.{name} is {value}; it must be 1 or more")
+        check_counts(self, "batch_size", "max_length")
 
     @property
     def numerics(self) -> str:
@@ -83,10 +80,7 @@ class VLLMConfig:
                 "vllm is not installed; with a GPU: pip install 'predmask[vllm]' (in a clone: pip install -e "
                 "'.[vllm]'), without one: docs/engines.md says how"
             )
-        built: Any = model.config
-        context = built.max_position_embeddings
-        if self.max_length is not None and self.max_length > context:
-            raise ValueError(f"engine.max_length is {self.max_length}, but the model's context is {context}")
+        context = context_within(model, self.max_length)
         if self.quantization not in (None, _CPU_QUANTIZATION) and not torch.cuda.is_available():
             raise ValueError(
                 f"engine.quantization is {self.quantization}, but without a GPU vLLM has {_CPU_QUANTIZATION} only"
@@ -108,7 +102,7 @@ class VLLMConfig:
             environment=_environment(torch.get_num_threads(), eager=eager),
             dtype=getattr(torch, self.dtype),
             tolerance=self.mismatch_tolerance,
-            context=context if self.max_length is None else self.max_length,
+            context=context,
             temperatures=self.temperatures,
         )
 
