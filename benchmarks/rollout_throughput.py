@@ -36,7 +36,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from predmask.rollout import Engine, Rollout, Sampling, TransformersEngine, VLLMConfig
 from predmask.tasks import Arithmetic
-from predmask.train.evaluate import encode
+from predmask.train.config import PromptConfig
+from predmask.train.prompts import Prompts
 from predmask.train.models import EMBEDDED, load_policy
 
 DATA = Path(__file__).parent / "rollout.json"
@@ -119,7 +120,7 @@ def embedded(prompts: int = 16, group: int = 16) -> Workload:
     """The embedded model and task, groups of responses as in training."""
     model, tokenizer = load_policy(EMBEDDED, torch.device("cpu"))
     problems = Arithmetic().problems("train")[:prompts]
-    repeated = encode(tokenizer, [problem for problem in problems for _ in range(group)])
+    repeated = Prompts(tokenizer, PromptConfig()).encode([problem for problem in problems for _ in range(group)])
     return Workload(f"embedded model, {prompts} prompts x {group} responses", model, repeated, max_new_tokens=64)
 
 

@@ -1,4 +1,4 @@
-"""Backends of an engine's process that answer at random, go wrong as they are told, or forget a part of their work."""
+"""Backends of an engine's process: one that answers with transformers, and others that go wrong."""
 
 import os
 import signal
@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from predmask.rollout import Rollout, RolloutError
+from predmask.rollout import Rollout, RolloutError, TransformersEngine
+from predmask.rollout.serve import model_directory
 from predmask.rollout.vllm import VLLMBackend
 
 
@@ -58,6 +59,29 @@ class FakeBackend:
 
     def load(self, weights):
         self.names = [name for name, _ in weights]
+
+
+class ModelBackend:
+    """transformers: random weights at first, then those of the file that it was sent."""
+
+    def __init__(self, *, config):
+        self.directory = model_directory(config)
+        self.engine = None
+
+    def generate(self, prompts, seeds, sampling, end_ids):
+        return self.engine.generate(prompts, sampling, torch.Generator().manual_seed(seeds[0]))
+
+    def load(self, weights):
+        from safetensors.torch import save_file
+        from transformers import AutoModelForCausalLM
+
+        save_file(dict(weights), Path(self.directory) / "model.safetensors", metadata={"format": "pt"})
+        model, report = AutoModelForCausalLM.from_pretrained(
+            self.directory, dtype=torch.float32, output_loading_info=True
+        )
+        if any(report.values()):
+            raise RolloutError(f"weights are missing or unknown: {report}")
+        self.engine = TransformersEngine(model.eval())
 
 
 FAULT = "PREDMASK_TEST_FAULT"

@@ -45,6 +45,8 @@ class Scripted:
                 os.kill(os.getpid(), signal.SIGSEGV)
             case "raise":
                 raise ZeroDivisionError(argument)
+            case "timeout":
+                raise TimeoutError(argument)
             case "none":
                 return None
             case "text":
@@ -56,6 +58,19 @@ class Scripted:
             case "pid":
                 return float(os.getpid())
         return float(word)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answering(Scripted):
+    """Its answer is what follows "=", and a task's `answer` may fail as well."""
+
+    def answer(self, response: str) -> str | None:
+        if "=" not in response:
+            return None
+        answer = response.partition("=")[2]
+        if answer == "hang":
+            time.sleep(1000)
+        return str(1 // int(answer)) if answer == "0" else answer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -148,6 +148,22 @@ def test_wrong_answers_do_not_score(response: str):
     assert Arithmetic().score(PROBLEM, response) == 0.0
 
 
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        (WORKED, "05859"),
+        ("ANS 05859", "05859"),
+        ("ANS 1 2 ANS 0 5 8 5 9 <eos> ANS 1", "05859"),
+        ("ANS 5 so 8", "5so8"),
+        ("0 5 8 5 9", None),
+        ("ANS <eos> 0 5 8 5 9", None),
+        ("", None),
+    ],
+)
+def test_answers_count_as_equal_by_what_is_scored(response: str, answer: str | None):
+    assert Arithmetic().answer(response) == answer
+
+
 @given(st.lists(st.one_of(st.sampled_from([*"0123456789", "ANS", "<eos>", "so"]), st.text())).map(" ".join))
 def test_any_text_gets_a_score(response: str):
     """Only a text that holds the right digits in a row can score, and the score is never anything but 0 or 1."""

@@ -385,5 +385,5 @@ def test_describe_follows_the_layers() -> None:
     assert options["rule.eps_low"].default == "0.1"
     required = {option.path: option for option in describe({"task": f"{__name__}:Puzzle"})}
     assert required["task"].default == f"{__name__}:Puzzle"
-    assert required["task.title"].default == ""
+    assert required["task.title"].default is None
     assert required["task.sizes"][1:3] == ("list of int", "1,2")

@@ -25,7 +25,6 @@ from hypothesis import strategies as st
 
 from helpers_traces import make_tokens, make_trace
 from predmask.analysis import AnalysisError
-from predmask.analysis.direction.bootstrap import LEAST_CLUSTERS, interval, resampled_sums
 from predmask.analysis.direction.figure import draw
 from predmask.analysis.direction.logit_steps import EPSILONS, STEP_DELTA, single_steps
 from predmask.analysis.direction.outcomes import (
@@ -40,6 +39,7 @@ from predmask.analysis.direction.study import DELTA as DIRECTION_DELTA
 from predmask.analysis.direction.study import run_seed, run_study, variants
 from predmask.analysis.direction.study_file import FILE, load, pooled
 from predmask.analysis.direction.view import aligned, disagreement_table, lines, outside_table, steps_table, study_lines
+from predmask.bootstrap import LEAST_CLUSTERS, interval, resampled_sums
 from predmask.cli import main
 from predmask.core import RULES, NoMask, Predictive
 from predmask.traces import TokenTrace, Trace, TraceInfo, TraceWriter, rule_settings, tokens_from_arrays
@@ -302,7 +302,7 @@ def test_a_single_logit_step_is_that_of_the_formula() -> None:
 
 
 def test_shares_and_differences_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("predmask.analysis.direction.bootstrap.LEAST_CLUSTERS", 2)
+    monkeypatch.setattr("predmask.bootstrap.LEAST_CLUSTERS", 2)
     #                                tokens rose kept rose fell right
     counts = {
         "topk/outside/ratio": np.array([[10, 4, 5, 2, 3, 6], [10, 6, 5, 4, 1, 4]]),
@@ -589,7 +589,7 @@ def test_the_command_line_prints_the_tables(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_tables_have_every_figure_with_its_interval(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("predmask.analysis.direction.bootstrap.LEAST_CLUSTERS", 2)
+    monkeypatch.setattr("predmask.bootstrap.LEAST_CLUSTERS", 2)
     # The counts of `test_shares_and_differences_by_hand`, where every resample can be listed.
     counts = {
         "topk/outside/ratio": np.array([[10, 4, 5, 2, 3, 6], [10, 6, 5, 4, 1, 4]]),

@@ -280,7 +280,7 @@ def test_a_head_that_cannot_be_honoured_goes_the_dense_way_or_is_refused(kind):
 
 
 def test_the_trainer_says_once_that_it_goes_the_dense_way(monkeypatch):
-    monkeypatch.setattr("predmask.train.trainer.load_policy", lambda *_: (shifted_embedded(), tokenizer()))
+    monkeypatch.setattr("predmask.train.trainer.load_trained_policy", lambda *_: (shifted_embedded(), tokenizer()))
     trainer = Trainer(small())
     trainer.close()
     assert [note for note in trainer.notes if "Shifted" in note and "update.head" in note] == trainer.notes

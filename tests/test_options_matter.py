@@ -35,13 +35,19 @@ CHANGES: dict[str, Any] = {
     "rollout.temperature": 1.3,
     "rollout.max_new_tokens": 24,
     "rollout.top_k": 3,
+    "rollout.dynamic_sampling": True,
+    "rollout.max_rounds": 1,
+    "reward.overlong_buffer": 6,
+    "reward.overlong_penalty": 0.3,
     "advantage.baseline": "leave_one_out",
     "advantage.scale_by_std": True,
     "loss.aggregation": "seq_mean_token_mean",
     "loss.horizon": 7,
     "loss.ratio_cap": "none",
     "loss.count_zero_advantage": True,
+    "loss.mask_truncated": True,
     "optimizer.learning_rate": 2e-4,
+    "optimizer.warmup_steps": 3,
     "optimizer.beta1": 0.5,
     "optimizer.beta2": 0.5,
     "optimizer.weight_decay": 0.5,
@@ -63,6 +69,9 @@ EVERYTHING_IS_OUTSIDE = {"rule": {"delta": 1e-7}}
 TOGETHER: dict[str, dict[str, Any]] = {
     "loss.horizon": {"loss": {"aggregation": "seq_mean_token_sum_norm"}},
     "rollout.top_k": EVERYTHING_IS_OUTSIDE,
+    "loss.mask_truncated": {"rollout": {"max_new_tokens": 24}},
+    "rollout.max_rounds": {"rollout": {"dynamic_sampling": True}},
+    "reward.overlong_penalty": {"reward": {"overlong_buffer": 6}},
     "rule.tail": EVERYTHING_IS_OUTSIDE | {"rollout": {"top_k": 1}},
 }
 """By option, what both runs have set for it to matter."""
@@ -95,12 +104,17 @@ def test_the_base_run_has_equal_groups_beside_others() -> None:
 
 
 def test_no_option_is_left_out() -> None:
-    sections = ("rollout", "advantage", "loss", "optimizer", "update")
+    sections = ("rollout", "reward", "advantage", "loss", "optimizer", "update")
     known = {
         f"{section}.{field.name}" for section in sections for field in dataclasses.fields(getattr(small(), section))
     }
-    # These change memory and speed, not the result: tests of their own say so (test_update, test_forward).
-    assert known - CHANGES.keys() == {"update.micro_batch_size", "update.head"}
+    # These change memory and speed, not the result: test_update, test_forward and test_checkpointing say so.
+    assert known - CHANGES.keys() == {
+        "update.micro_batch_size",
+        "update.micro_batch_tokens",
+        "update.gradient_checkpointing",
+        "update.head",
+    }
 
 
 @pytest.mark.parametrize("path", CHANGES)
@@ -175,7 +189,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Asked]:
             calls.append(Asked(self.size, [list(prompt) for prompt in prompts], sampling, generator.initial_seed()))
             return super().generate(prompts, sampling, generator)
 
-    monkeypatch.setattr("predmask.train.evaluate.TransformersEngine", Recording)
+    monkeypatch.setattr("predmask.train.trainer.TransformersEngine", Recording)
     return calls
 
 

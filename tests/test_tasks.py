@@ -18,15 +18,21 @@ from predmask.tasks import TASKS, Problem, Task, parse_task, task_class
 from predmask.tasks.arithmetic import Arithmetic
 from predmask.tasks.reasoning_gym import ReasoningGym
 from predmask.tasks.sampling import PromptSampler
-from predmask.tasks.scores import average_at_k, pass_at_k
+from predmask.tasks.scores import average_at_k, majority_at_k, most_given, pass_at_k
 from predmask.tasks.verifier import Verifier
 
-# What a task of the table needs beyond its defaults.
-REQUIRED: dict[str, dict[str, Any]] = {"reasoning_gym": {"dataset": "leg_counting"}}
+DATA = Path(__file__).parent / "data"
+COUNTS = {"train_problems": 60, "heldout_problems": 30}
+# Each task of the table with 60 problems to train on and at most 30 held out.
+SMALL: dict[str, dict[str, Any]] = {
+    "arithmetic": COUNTS,
+    "math": {"data": (str(DATA / "sums-train.jsonl"),), "heldout_data": (str(DATA / "sums-heldout.jsonl"),)},
+    "reasoning_gym": {"dataset": "leg_counting", **COUNTS},
+}
 
 
-def make(name: str, **fields: Any) -> Task:
-    return TASKS[name](**{"train_problems": 60, "heldout_problems": 30, **REQUIRED.get(name, {}), **fields})
+def make(name: str) -> Task:
+    return TASKS[name](**SMALL[name])
 
 
 # --- every task of the table ---------------------------------------------------------------------------------
@@ -75,6 +81,14 @@ def test_reasoning_gym_asks_the_question_alone_and_reads_the_tagged_answer() -> 
     assert task.score(problem, f"<answer></answer> {right}") == 0.0
     assert task.score(problem, "0") == 0.0
     assert ReasoningGym(dataset="leg_counting", seed=99).problems("train")[0].prompt != problem.prompt
+
+
+def test_reasoning_gym_answers_count_as_equal_by_the_tagged_text() -> None:
+    task = ReasoningGym(dataset="leg_counting")
+    assert task.answer("<answer>1</answer> no, <answer> 4\n</answer>!") == "4"
+    assert task.answer(" 4\n") == "4"
+    assert task.answer(" \n") is None
+    assert task.answer("4 <answer> </answer>") is None
 
 
 def test_reasoning_gym_keeps_partial_credit() -> None:
@@ -240,3 +254,47 @@ def test_average_at_k() -> None:
     for scores, k in (([1.0], 2), ([], 1), ([1.0], 0), ([1.0, None], 1), ([1.0, math.nan], 1)):
         with pytest.raises(ValueError, match=r"responses|not a score"):
             average_at_k(scores, k)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("answers", "scores", "expected"),
+    [
+        (["3", "4", "3"], [1.0, 0.0, 1.0], 1.0),
+        (["3", "4", "4"], [1.0, 0.0, 0.0], 0.0),
+        (["3", "4"], [1.0, 0.0], 0.5),  # a tie: either, with the same probability
+        (["3", "4", "5", None], [1.0, 0.0, 0.0, 0.0], 1 / 3),
+        ([None, None, None, "3"], [0.0, 0.0, 0.0, 1.0], 1.0),  # who gives no answer does not vote
+        ([None, None], [0.0, 0.0], 0.0),
+        (["", "", "3"], [0.0, 0.0, 1.0], 0.0),  # an empty answer is one
+        (["3"], [0.25], 0.25),
+        (["3", "3", "4"], [1.0, 0.0, 1.0], 0.5),  # the same answer, scored twice
+        ([], [], 0.0),
+    ],
+)
+def test_majority_at_k_of_known_cases(answers: list[str | None], scores: list[float], expected: float) -> None:
+    assert majority_at_k(answers, scores) == pytest.approx(expected)
+
+
+@given(st.lists(st.sampled_from(["1", "2", "3", None]), max_size=8), st.data())
+def test_majority_at_k_is_the_expected_score_of_a_random_winner(answers: list[str | None], data: st.DataObject) -> None:
+    of = {answer: data.draw(st.sampled_from([0.0, 0.5, 1.0])) for answer in ("1", "2", "3")}
+    scores = [of.get(answer, 0.0) if answer else 0.0 for answer in answers]
+    counts = {answer: answers.count(answer) for answer in of if answer in answers}
+    winners = [answer for answer, count in counts.items() if count == max(counts.values())]
+    expected = sum(of[answer] for answer in winners) / len(winners) if winners else 0.0
+    assert majority_at_k(answers, scores) == pytest.approx(expected)
+    assert sorted(most_given(answers)) == winners
+    order = data.draw(st.permutations(range(len(answers))))
+    assert majority_at_k([answers[i] for i in order], [scores[i] for i in order]) == pytest.approx(expected)
+
+
+def test_tied_answers_come_in_the_order_in_which_they_were_given() -> None:
+    assert most_given(["9", None, "1", "9", "1", "5"]) == ["9", "1"]
+
+
+@pytest.mark.parametrize(
+    ("answers", "scores"), [(["3"], []), (["3", None], [1.0]), (["3"], [None]), (["3"], [math.nan])]
+)
+def test_majority_at_k_refuses_what_has_no_score(answers: list[str | None], scores: list[Any]) -> None:
+    with pytest.raises(ValueError, match="maj@k"):
+        majority_at_k(answers, scores)

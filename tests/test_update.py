@@ -76,7 +76,17 @@ def patchy(*layers: dict[str, Any], **values: Any) -> Config:
 @pytest.fixture
 def _plain_gradient_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """The weights move by STRIDE times the gradient: Adam would hide its size."""
-    monkeypatch.setattr("torch.optim.AdamW", lambda parameters, lr, **_: torch.optim.SGD(parameters, lr=100 * lr))
+
+    class Plain(torch.optim.SGD):
+        def __init__(self, parameters: Any, lr: float, **_: Any) -> None:
+            super().__init__(parameters, lr=lr)
+
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                group["lr"] *= 100
+            super().step(closure)
+
+    monkeypatch.setattr("torch.optim.AdamW", Plain)
 
 
 @dataclass
@@ -103,18 +113,26 @@ class Token:
 
 
 def advantages_of(trainer: Trainer, rollout: Rollout) -> list[float]:
-    """(R - mean) / std of each group's known rewards, 0 where they are equal, NaN where unknown."""
-    task, size = trainer.config.task, trainer.config.rollout.group_size
+    """(R - mean) / std of each group's known rewards, 0 where they are equal, NaN where outside the loss."""
+    config = trainer.config
+    task, size, limit = config.task, config.rollout.group_size, config.rollout.max_new_tokens
     by_prompt = {tuple(trainer.tokenizer.encode(problem.prompt)): problem for problem in task.problems("train")}
     texts = trainer.tokenizer.batch_decode(rollout.responses(), skip_special_tokens=True)
     scores = [task.score(by_prompt[prompt], text) for prompt, text in zip(rollout.prompts, texts, strict=True)]
     rewards = [NAN if score is None else score for score in scores]
+    if (buffer := config.reward.overlong_buffer) is not None:
+        # From limit - buffer tokens on, the reward falls by penalty / buffer a token.
+        over = [max(0, length - (limit - buffer)) for length in rollout.lengths.tolist()]
+        rewards = [r - config.reward.overlong_penalty * o / buffer for r, o in zip(rewards, over, strict=True)]
     advantages: list[float] = []
     for start in range(0, len(rewards), size):
         group = rewards[start : start + size]
         known = [reward for reward in group if not math.isnan(reward)]
         spread = statistics.stdev(known) if len(set(known)) > 1 else math.inf
         advantages += [(reward - statistics.mean(known or [0])) / spread for reward in group]
+    if config.loss.mask_truncated:
+        finished = rollout.finished.tolist()
+        return [advantage if ended else NAN for advantage, ended in zip(advantages, finished, strict=True)]
     return advantages
 
 
@@ -220,6 +238,61 @@ def test_a_step_moves_the_weights_along_the_gradient_of_the_loss(rule: str, loss
     known = sum(token.known for token in tokens)
     assert result.metrics["mask_frac"] == pytest.approx(dropped.total() / known)
     assert result.metrics["unknown_logprob_count"] == sum(token.sampled for token in tokens) - known
+
+
+@pytest.mark.usefixtures("_plain_gradient_steps")
+@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm"])
+@pytest.mark.parametrize("mask_truncated", [False, True])
+@pytest.mark.parametrize("buffer", [None, 18])
+def test_responses_that_are_cut_or_long_count_as_asked(
+    aggregation: str, mask_truncated: bool, buffer: int | None
+) -> None:
+    config = patchy(
+        {"loss": {"aggregation": aggregation, "mask_truncated": mask_truncated}},
+        {"rollout": {"max_new_tokens": 24}, "reward": {"overlong_buffer": buffer or "none", "overlong_penalty": 0.5}},
+    )
+    trainer = Trainer(config)
+    trainer.engine = engine = PatchyEngine(trainer.model)
+    model = copy.deepcopy(trainer.model)
+    (result,) = trainer.steps()
+    (rollout,) = engine.rollouts
+    value, surrogate = loss_of(config, tokens_of(trainer, model, rollout))
+    surrogate.backward()
+    gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    moved = (weights(trainer.model) - weights(model)) / STRIDE
+    assert 0 < result.metrics["truncated_frac"] == 1 - rollout.finished.double().mean() < 1
+    # Some of those that ended are longer than 24 - 18.
+    assert int((rollout.lengths > 6).sum()) > int((~rollout.finished).sum())
+    assert float((moved + gradient).double().norm() / gradient.double().norm()) < 1e-5
+    assert result.metrics["loss"] == pytest.approx(value, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.usefixtures("_plain_gradient_steps")
+@pytest.mark.parametrize("tokens", [1, 40, 130, 10_000])
+def test_a_budget_of_tokens_changes_memory_and_not_the_result(tokens: int) -> None:
+    moved = []
+    for budget in ("none", tokens):
+        trainer = Trainer(patchy({"update": {"micro_batch_size": 16, "micro_batch_tokens": budget}}))
+        trainer.engine = PatchyEngine(trainer.model)
+        before = weights(trainer.model)
+        assert len(list(trainer.steps())) == 1
+        moved.append((weights(trainer.model) - before).double())
+    assert float((moved[1] - moved[0]).norm() / moved[0].norm()) < 1e-5
+
+
+@pytest.mark.usefixtures("_plain_gradient_steps")
+def test_the_learning_rate_rises_linearly_over_the_warm_up() -> None:
+    rates, moved = [], []
+    layer = {"optimizer": {"warmup_steps": 4, "learning_rate": 1e-6}, "update": {"steps_per_rollout": 1}}
+    trainer = Trainer(patchy(layer, steps=6))
+    before = weights(trainer.model)
+    for result in trainer.steps():
+        rates.append(result.metrics["learning_rate"])
+        moved.append(float((weights(trainer.model) - before).double().norm()) / result.metrics["grad_norm"])
+        before = weights(trainer.model)
+    expected = [1e-6 * share for share in (0.25, 0.5, 0.75, 1, 1, 1)]
+    assert rates == pytest.approx(expected)
+    assert moved == pytest.approx([100 * rate for rate in expected], rel=0.05)
 
 
 @pytest.mark.usefixtures("_plain_gradient_steps")

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from helpers_tasks import PROBLEMS, CannotPrepare, CannotStart, Inline, MathVerify, Scripted
+from helpers_tasks import PROBLEMS, Answering, CannotPrepare, CannotStart, Inline, MathVerify, Scripted
 from predmask.tasks.base import Problem
-from predmask.tasks.verifier import Verifier, VerifierError
+from predmask.tasks.verifier import Grade, Verifier, VerifierError
 
 DEADLINE = 1.0
 
@@ -25,6 +25,11 @@ DEADLINE = 1.0
 def score(verifier: Verifier, *responses: str) -> list[float | None]:
     problems = [Problem(id=f"problem {i}", prompt="", reference=None) for i in range(len(responses))]
     return verifier.score(problems, responses)
+
+
+def grade(verifier: Verifier, *responses: str) -> list[Grade]:
+    problems = [Problem(id=f"problem {i}", prompt="", reference=None) for i in range(len(responses))]
+    return verifier.grade(problems, responses)
 
 
 def counts(verifier: Verifier) -> dict[str, int]:
@@ -81,6 +86,36 @@ def test_an_answer_that_cannot_be_scored_is_none_and_counted(verifier: Verifier)
     assert verifier.unscored == {}
 
 
+def test_cannot_score_is_not_wrong(verifier: Verifier) -> None:
+    assert score(verifier, "1", "none", "0", "0") == [1.0, None, 0.0, 0.0]
+    assert score(verifier, "1", "timeout it was hard", "raise x", "0") == [1.0, None, None, 0.0]
+    assert counts(verifier) == {"late": 1, "raised": 1}
+    assert verifier.unscored["late"].reason == "TimeoutError: it was hard"
+
+
+def test_a_grade_says_what_became_of_a_response(verifier: Verifier) -> None:
+    assert grade(verifier, "1", "none", "raise x") == [
+        Grade(1.0, None, "", ""),
+        Grade(None, None, "declined", "its verifier returned None"),
+        Grade(None, None, "raised", "ZeroDivisionError: x"),
+    ]
+    with Verifier(Answering(), workers=1, deadline=DEADLINE) as answering:
+        # An answer may be known though its score is not, and the other way round.
+        grades = grade(answering, "1 =34", "0", "raise =5", "none =6", "1 =0", "1 =hang")
+        assert [(each.score, each.answer, each.kind) for each in grades] == [
+            (1.0, "34", ""), (0.0, None, ""), (None, "5", "raised"), (None, "6", "declined"), (1.0, None, ""),
+            (None, None, "late"),
+        ]  # fmt: skip
+
+
+def test_progress_is_told(verifier: Verifier) -> None:
+    done: list[int] = []
+    problems = [Problem(id=str(i), prompt="", reference=None) for i in range(20)]
+    verifier.grade(problems, ["1"] * 20, done.append)
+    assert done == sorted(done)
+    assert done[-1] == 20
+
+
 def test_a_worker_that_dies_costs_its_answer_alone(verifier: Verifier) -> None:
     assert score(verifier, "1", "crash", "2", "exit", "3") == [1.0, None, 2.0, None, 3.0]
     assert counts(verifier) == {"died": 2}
@@ -101,6 +136,46 @@ def test_nothing_scored_stops_the_run_with_the_first_reason(verifier: Verifier) 
         score(verifier, "raise why", "raise other", "none")
     assert "Scripted" in str(e.value)
     assert counts(verifier) == {"raised": 2, "declined": 1}
+
+
+def test_one_problem_without_a_score_is_not_a_broken_verifier(verifier: Verifier) -> None:
+    problem = Problem(id="faulty", prompt="", reference=None)
+    assert score(verifier, "1", "raise x") == [1.0, None]
+    assert verifier.score([problem] * 3, ["raise a", "exit", "raise b"]) == [None] * 3
+    assert counts(verifier) == {"raised": 2, "died": 1}
+    with Verifier(Inline()) as new, pytest.raises(VerifierError, match="none of the 2 answers"):
+        new.score([problem] * 2, ["raise a", "raise b"])  # nothing says yet that it can score at all
+
+
+def test_a_batch_has_a_deadline() -> None:
+    with Verifier(Scripted(), workers=2, deadline=60.0, batch_deadline=1.0) as verifier:
+        assert both_started(verifier)
+        start = time.monotonic()
+        grades = grade(verifier, "0", "sleep", "1", "sleep", "2", "3")
+        assert 1.0 <= time.monotonic() - start < 2.5
+        assert [each.score for each in grades] == [0.0, None, 1.0, None, None, None]
+        assert {each.kind for each in grades if each.score is None} == {"batch_late"}
+        assert counts(verifier) == {"batch_late": 4}
+        assert verifier.unscored["batch_late"].problem_id == "problem 1"
+        assert "batch_deadline of 1 s" in verifier.unscored["batch_late"].reason
+        assert score(verifier, "4", "5", "6") == [4.0, 5.0, 6.0]
+
+
+def test_the_start_of_workers_is_not_in_the_deadline_of_a_batch() -> None:
+    with Verifier(Scripted(), workers=1, batch_deadline=0.05) as verifier:
+        assert score(verifier, "1") == [1.0]
+
+
+def test_a_batch_that_ends_before_its_first_score_says_so() -> None:
+    with Verifier(Scripted(), workers=1, deadline=60.0, batch_deadline=0.3) as verifier:
+        with pytest.raises(
+            VerifierError, match=r"^the batch_deadline of 0\.3 s passed before any of the 3 answers"
+        ) as e:
+            score(verifier, "sleep", "1", "2")
+        assert [each.kind for each in e.value.grades] == ["batch_late"] * 3
+        assert "failed" not in str(e.value)
+        with pytest.raises(VerifierError, match=r"before that, 1 failed.*'problem 0': Zero.*: why; raise it"):
+            score(verifier, "raise why", "sleep", "2")
 
 
 def test_a_task_may_decline_every_answer(verifier: Verifier) -> None:
@@ -188,7 +263,7 @@ def test_an_inline_verifier_runs_here_with_the_same_rules() -> None:
         assert score(verifier, "pid", "raise x", "nan") == [float(os.getpid()), None, None]
         assert counts(verifier) == {"raised": 1, "not_a_number": 1}
         with pytest.raises(VerifierError, match="ZeroDivisionError: x"):
-            score(verifier, "raise x")
+            score(verifier, "raise x", "raise y")
 
 
 @pytest.mark.parametrize(
@@ -201,6 +276,12 @@ def test_an_inline_verifier_runs_here_with_the_same_rules() -> None:
 def test_a_task_that_cannot_start_in_a_worker_is_an_error(task: Scripted, message: str) -> None:
     with Verifier(task, workers=1) as verifier, pytest.raises(VerifierError, match=message):
         score(verifier, "1")
+
+
+def test_an_inline_verifier_has_a_deadline_for_a_batch() -> None:
+    with Verifier(Inline(), batch_deadline=0.2) as verifier:
+        assert score(verifier, "1", "wait 0.3", "2", "3") == [1.0, 0.3, None, None]
+        assert counts(verifier) == {"batch_late": 2}
 
 
 def test_what_cannot_be_pickled_is_refused_by_name(verifier: Verifier) -> None:
@@ -221,5 +302,8 @@ def test_arguments_are_checked(verifier: Verifier) -> None:
     for deadline in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="deadline"):
             Verifier(Scripted(), deadline=deadline)
+    for deadline in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match="batch_deadline"):
+            Verifier(Scripted(), batch_deadline=deadline)
     with pytest.raises(ValueError, match="1 problems but 2 responses"):
         verifier.score(PROBLEMS, ["1", "2"])

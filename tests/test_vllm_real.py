@@ -21,6 +21,8 @@ from helpers_training import small
 from predmask.rollout import RolloutError, Sampling, VLLMConfig
 from predmask.rollout import vllm as vllm_module
 from predmask.train import Trainer
+from predmask.train.config import LoraConfig
+from predmask.train.lora import add_adapters
 from predmask.train.models import EMBEDDED
 from small_models import VOCABULARY, dense_rows, small_model
 
@@ -129,6 +131,27 @@ def test_quantised_engines_quantise_anew():
         assert torch.equal(getattr(after, name), getattr(expected, name))
     assert set(after.version.tolist()) == {2}
     assert gaps(model, before)[1].mean() > 1.5 * gaps(model, after)[1].mean()
+
+
+@pytest.mark.parametrize("config", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("kind", "targets"), [("qwen3", ["all-linear"]), ("qwen3_untied", ["q_proj", "lm_head"])])
+def test_updates_of_adapters_reach_the_engine(config, kind, targets):
+    """Merged into the weights that it holds; the policy is left as it was."""
+    lora = LoraConfig(enabled=True, rank=3, targets=tuple(targets))
+    model = add_adapters(small_model(kind), lora, 0).eval()
+    engine = started(config, model)
+    for version in (1, 2):
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter.data, std=0.1 * version, generator=seeded(version))
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        engine.update_weights(model, version)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        rollout = engine.generate(PROMPTS, sampling(), seeded())
+        mean = [float(gap.mean()) for gap in gaps(model, rollout)]
+        without = [float(gap.mean()) for gap in gaps(small_model(kind), rollout)]
+        assert max(mean) < (1e-5 if config is FLOAT32 else config.mismatch_tolerance)
+        assert all(5 * near < far for near, far in zip(mean, without, strict=True))
 
 
 def test_cached_prompts_follow_the_weights():

@@ -11,11 +11,27 @@ import sys
 from collections.abc import Sequence
 
 # To add a verb, write its file and add its name here. Verbs import what is slow to import only when they run.
-VERBS = ("train", "eval", "mismatch", "report", "show", "replay", "compare", "direction", "list", "config", "bench")
+VERBS = (
+    "train",
+    "eval",
+    "verify",
+    "mismatch",
+    "report",
+    "show",
+    "replay",
+    "compare",
+    "direction",
+    "list",
+    "config",
+    "bench",
+)
 
 _EXTRAS = {
+    "datasets": "math",
+    "math_verify": "math",
     "matplotlib": "instruments",
     "numpy": "train",
+    "peft": "lora",
     "pyarrow": "instruments",
     "reasoning_gym": "reasoning-gym",
     "safetensors": "train",

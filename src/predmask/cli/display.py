@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
+from predmask.analysis.text import percent, visible
+from predmask.bootstrap import LEAST_CLUSTERS
 from predmask.traces.records import DIRECTORY
 from predmask.train.config import Config
 from predmask.train.directory import task_name
 from predmask.train.evaluate import Accuracy
+from predmask.train.evaluate_model import ModelEvaluation
 from predmask.train.run import Display, Summary
 from predmask.train.trainer import StepResult, Trainer
+
+_MANY_TRUNCATED = 0.1
+"""Share of truncated samples from which on a word is said about it."""
 
 
 class Console(Display):
@@ -141,16 +149,64 @@ def closing_lines(summary: Summary, directory: Path) -> list[str]:
     return lines + [f"{head:<18} {command()} {each}" for head, each in zip(heads, commands, strict=False)]
 
 
-def accuracy_lines(accuracy: Accuracy, *, temperature: float) -> list[str]:
-    """The table of an evaluation; ± is one standard error over problems."""
-    spread = "" if accuracy.sampled_error is None else f"± {accuracy.sampled_error:.1%}"
-    return [
-        f"{'held-out problems':<34}{accuracy.prompts:>8}",
-        f"{'greedy':<34}{accuracy.greedy:>8.1%}",
-        f"{f'sampled, temperature {temperature:g} (avg@{accuracy.samples})':<34}{accuracy.sampled:>8.1%} {spread}",
-        f"{f'at least one right (pass@{accuracy.samples})':<34}{accuracy.pass_at_n:>8.1%}",
-        f"{'sampled answers cut at the limit':<34}{accuracy.truncated:>8.1%}",
-    ]
+def evaluation_lines(found: ModelEvaluation) -> Iterator[str]:
+    """An evaluation by itself: what was asked of what, the table, and what was cut or could not be scored."""
+    config, accuracy = found.config, found.evaluation.accuracy
+    limit = config.rollout.max_new_tokens
+    asked = f"{accuracy.prompts} held-out problems"
+    if accuracy.prompts < found.available:
+        asked = f"{accuracy.prompts} of {found.available} held-out problems"
+    yield f"model    {visible(config.model)}"
+    yield f"task     {visible(task_name(config))}: {asked}"
+    yield f"engine   {_engine(config)}"
+    yield (
+        f"answers  1 greedy and {accuracy.samples} sampled each at temperature {found.temperature:g}, of at most "
+        f"{limit} tokens; seed {config.seed}, {found.seconds:.1f} s"
+    )
+    for note in found.notes:
+        yield from wrap(visible(note), 100, initial_indent="note     ", subsequent_indent=" " * 9)
+    yield ""
+    yield from accuracy_lines(accuracy)
+    yield ""
+    yield from _not_counted(found)
+
+
+def accuracy_lines(accuracy: Accuracy) -> Iterator[str]:
+    """The table of shares, each with its interval."""
+    enough = accuracy.prompts >= LEAST_CLUSTERS
+    yield f"{'':<10}{'share':>8}{'   95 % interval (bootstrap over problems)' if enough else ''}"
+    for name, (share, low, high) in accuracy.figures().items():
+        between = "   none: all problems are alike" if enough else ""
+        if low is not None and high is not None:
+            between = f"   [{low:6.1%}, {high:6.1%}]"
+        yield f"{name:<10}{percent(share, 1):>8}{between}"
+    if accuracy.majority is None:
+        yield f"{f'maj@{accuracy.samples}':<10}{'-':>8}   no sample has an answer that could be compared"
+    if not enough:
+        yield f"no intervals: {LEAST_CLUSTERS} problems are the fewest to resample"
+
+
+def _not_counted(found: ModelEvaluation) -> Iterator[str]:
+    """Answers that were cut, answers that could not be scored, and how long answers are."""
+    accuracy, answers = found.evaluation.accuracy, found.evaluation.answers
+    samples, limit = accuracy.prompts * accuracy.samples, found.config.rollout.max_new_tokens
+    cut = sum(answer.truncated for answer in answers if answer.sample is not None)
+    cut_greedy = sum(answer.truncated for answer in answers if answer.sample is None)
+    yield (
+        f"truncated    {cut} of {samples} sampled answers ({percent(cut / samples, 1)}), {cut_greedy} of "
+        f"{accuracy.prompts} greedy ones, were cut at {limit} tokens"
+    )
+    kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(found.evaluation.unscored().items()))
+    because = f": {kinds}; they count as not right" if kinds else ""
+    yield f"not scored   {accuracy.unscored} of {len(answers)} answers{because}"
+    yield f"mean length  {accuracy.length:.1f} tokens, of the sampled answers"
+    if accuracy.truncated > _MANY_TRUNCATED:
+        yield "hint         many answers were cut: set a higher limit by --rollout.max_new_tokens"
+
+
+def _engine(config: Config) -> str:
+    numerics = f"{config.engine.name}, {config.engine.numerics}"
+    return f"the policy itself ({numerics})" if config.eval.engine == "policy" else numerics
 
 
 def command() -> str:

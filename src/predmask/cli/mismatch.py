@@ -5,16 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import signal
-import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from predmask.cli.numbers import positive
+from predmask.cli.options import add_model_arguments, given_layers, model_layer, model_names, model_of, run_layer
 from predmask.cli.outputs import add_output_arguments, check_outputs, say_written
-
-if TYPE_CHECKING:
-    from predmask.train.config import Config
+from predmask.cli.progress import Progress
 
 _USAGE = """\
 %(prog)s MODEL [OTHER] [--config FILE] [--OPTION VALUE ...]
@@ -67,29 +63,29 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         epilog=_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config", metavar="FILE", help="a TOML file of options, over those of the run")
+    add_model_arguments(parser)
     parser.add_argument("--worst", type=positive, default=10, metavar="N", help="tokens to list (default: 10)")
     add_output_arguments(parser)
-    # MODEL and OTHER are taken from the rest too: argparse would take an option's value for them.
-    parser.set_defaults(rest=(), parser=parser)
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
     """Sample, score, and print the tables."""
-    names = _names(args)
+    names = model_names(args, "MODEL", "OTHER")
     check_outputs(args)
-    config = _config(names[0], args.config, args.rest[len(names) :])
-    other = _model_of(names[1]) if len(names) > 1 else None
+    layers = given_layers(args, names)
 
     from predmask.analysis.mismatch import measure
     from predmask.analysis.mismatch.figure import draw
     from predmask.analysis.mismatch.sample import sample
     from predmask.analysis.mismatch.view import lines, to_json
+    from predmask.train.options import resolve
 
+    config = resolve(run_layer(names[0]), *layers, model_layer(names[0]))
+    other = model_of(names[1]) if len(names) > 1 else None
     # Ended by a scheduler, it closes the engine all the same.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with _Progress() as progress:
+    with Progress("response") as progress:
         sampled = sample(config, other=other, progress=progress)
     found = measure(sampled.tokens, worst=args.worst)
     if args.json:
@@ -99,67 +95,3 @@ def run(args: argparse.Namespace) -> int:
     print("\n".join(lines(sampled, found)))
     say_written(args)
     return 0 if sampled.verdict is None or sampled.verdict.passed else 1
-
-
-def _names(args: argparse.Namespace) -> list[str]:
-    """MODEL and OTHER: what comes before the first option."""
-    names: list[str] = []
-    for argument in args.rest:
-        if argument.startswith("-"):
-            break
-        names.append(argument)
-    if not names:
-        args.parser.error("say what to look into: MODEL comes first, such as 'embedded' or the directory of a run")
-    if len(names) > 2:
-        args.parser.error(f"MODEL and OTHER are all that comes before the options, but there are {len(names)} names")
-    return names
-
-
-def _config(name: str, file: str | None, options: Sequence[str]) -> Config:
-    """The run that is looked into: that of the directory, then the file, then the options."""
-    from predmask.train.config import ConfigError
-    from predmask.train.options import overrides, read_toml, resolve
-
-    layers: list[Mapping[str, Any]] = []
-    if _is_run(name):
-        layers.append(read_toml(Path(name) / "config.toml"))
-    if file is not None:
-        layers.append(read_toml(file))
-    given = overrides(options)
-    if "model" in given:
-        raise ConfigError("--model is not needed here: MODEL, which comes first, is the model")
-    # Nothing is updated, so the responses need not be divided into steps.
-    return resolve(*layers, given, {"model": _model_of(name), "update": {"steps_per_rollout": 1}})
-
-
-def _model_of(name: str) -> str:
-    """A model as the trainer loads it; of a run, its checkpoint."""
-    from predmask.train.directory import find_checkpoint
-
-    return str(find_checkpoint(Path(name))) if _is_run(name) else name
-
-
-def _is_run(name: str) -> bool:
-    return (Path(name) / "config.toml").is_file()
-
-
-class _Progress:
-    """What is being done: a bar on a terminal, else a line for each stage."""
-
-    def __enter__(self) -> _Progress:
-        from tqdm import tqdm
-
-        self._bar = tqdm(unit="response", leave=False, dynamic_ncols=True, disable=None)
-        self._stage = ""
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.close()
-
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        if self._bar.disable and stage != self._stage:
-            print(f"{stage}{f' {total} responses' if total else ''}", file=sys.stderr, flush=True)
-        self._stage = stage
-        self._bar.total = total or None
-        self._bar.set_description(stage)
-        self._bar.update(done - self._bar.n)

@@ -1,9 +1,10 @@
-"""The arguments of every verb that takes a configuration: PRESET, --config FILE and --OPTION VALUE."""
+"""The arguments of every verb that takes a configuration: PRESET or MODEL, --config FILE and --OPTION VALUE."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -39,6 +40,65 @@ def load_config(args: argparse.Namespace) -> Config:
     return resolve(*layers)
 
 
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Let a verb take models that it looks into, and a configuration under which it does."""
+    parser.add_argument("--config", metavar="FILE", help="a TOML file of options, over those of the run")
+    # Models are taken from the rest too: argparse would take an option's value for them.
+    parser.set_defaults(rest=(), parser=parser)
+
+
+def model_names(args: argparse.Namespace, *known: str) -> list[str]:
+    """What comes before the first option, at least one name and at most one for each of `known`, MODEL first."""
+    names: list[str] = []
+    for argument in args.rest:
+        if argument.startswith("-"):
+            break
+        names.append(argument)
+    if not names:
+        args.parser.error("say what to look into: MODEL comes first, such as 'embedded' or the directory of a run")
+    if len(names) > len(known):
+        verb = "are" if len(known) > 1 else "is"
+        args.parser.error(
+            f"{' and '.join(known)} {verb} all that comes before the options, but there are {len(names)} names"
+        )
+    return names
+
+
+def given_layers(args: argparse.Namespace, names: Sequence[str]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """The layers that the file and the options after the names give; ConfigError for an option --model."""
+    from predmask.train.config import ConfigError
+    from predmask.train.options import overrides, read_toml
+
+    options = overrides(args.rest[len(names) :])
+    if "model" in options:
+        raise ConfigError("--model is not needed here: MODEL, which comes first, is the model")
+    return {} if args.config is None else read_toml(args.config), options
+
+
+def run_layer(name: str) -> Mapping[str, Any]:
+    """The configuration of the run that a name is the directory of; empty for a model."""
+    from predmask.train.options import read_toml
+
+    return read_toml(Path(name) / "config.toml") if _is_run(name) else {}
+
+
+def model_layer(name: str) -> Mapping[str, Any]:
+    """What looking into a model means, whatever else was said: this model, and no update of it."""
+    # Nothing is updated, so the responses need not be divided into steps.
+    return {"model": model_of(name), "update": {"steps_per_rollout": 1}}
+
+
+def model_of(name: str) -> str:
+    """A model as the trainer loads it; of a run, its checkpoint."""
+    from predmask.train.directory import find_checkpoint
+
+    return str(find_checkpoint(Path(name))) if _is_run(name) else name
+
+
+def _is_run(name: str) -> bool:
+    return (Path(name) / "config.toml").is_file()
+
+
 def _print_help(parser: argparse.ArgumentParser, layers: Sequence[Mapping[str, Any]]) -> None:
     from predmask.train.options import SECTIONS, describe
     from predmask.train.presets import PRESETS
@@ -51,7 +111,7 @@ def _print_help(parser: argparse.ArgumentParser, layers: Sequence[Mapping[str, A
         if option.path in SECTIONS:
             group = parser.add_argument_group(option.path, None if option.type else option.meaning)
         if option.type:
-            default = f"(default: {option.default})" if option.default else "(must be set)"
+            default = "(must be set)" if option.default is None else f"(default: {option.default or 'empty'})"
             explained = _literal(f"{option.meaning} {default}".strip())
             group.add_argument(f"--{option.path}", metavar=option.type, help=explained)
     parser.print_help()

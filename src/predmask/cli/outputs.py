@@ -1,4 +1,4 @@
-"""What a verb writes besides what it prints: --figure PATH and --json PATH."""
+"""What a verb writes besides what it prints: --figure PATH, --json PATH, and files of its own."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+_NAMES = ("figure", "json", "table", "answers")
+"""The arguments that name a file to write."""
 
 
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +24,9 @@ def check_outputs(args: argparse.Namespace) -> None:
     for path in _outputs(args):
         if not path.absolute().parent.is_dir():
             raise FileNotFoundError(f"{path}: there is no directory {path.parent}")
-    if args.figure:
+        if path.is_dir():
+            raise FileNotFoundError(f"{path} is a directory; name a file in it")
+    if getattr(args, "figure", None):
         check_path(args.figure)
 
 
@@ -32,4 +37,4 @@ def say_written(args: argparse.Namespace) -> None:
 
 
 def _outputs(args: argparse.Namespace) -> Iterator[Path]:
-    return filter(None, (args.figure, args.json))
+    return filter(None, (getattr(args, name, None) for name in _NAMES))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from predmask.rollout.engine import Sampling, evaluation_mode
 from predmask.rollout.records import Rollout, RolloutError
+from predmask.rollout.weights import base_model
 
 _PROMPTS = 8
 _LENGTH = 160
@@ -85,7 +86,7 @@ class Probe:
         """[P, V] float32 log-probs of the token after each prompt."""
         with evaluation_mode(model):
             ids = self._ids.to(next(model.parameters()).device)
-            logits = model(input_ids=ids, use_cache=False, logits_to_keep=1).logits[:, -1]
+            logits = base_model(model)(input_ids=ids, use_cache=False, logits_to_keep=1).logits[:, -1]
         return logits.float().log_softmax(-1).cpu()
 
     def _check_gap(self, answers: _Answers, version: int) -> None:

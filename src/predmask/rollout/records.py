@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -64,6 +65,11 @@ class Rollout:
         starts = self.lengths.cumsum(0) - self.lengths
         return torch.arange(len(self.tokens)) - starts[self.sequence]
 
+    @property
+    def totals(self) -> Tensor:
+        """[B] int64, tokens of prompt and response together."""
+        return self.lengths + torch.tensor([len(prompt) for prompt in self.prompts])
+
     def responses(self) -> list[list[int]]:
         """The B responses as lists of token ids."""
         return [part.tolist() for part in self.tokens.split(self.lengths.tolist())]
@@ -96,6 +102,13 @@ class Rollout:
             finished=self.finished[sequences],
             full_logp=None if self.full_logp is None else self.full_logp[index],
         )
+
+    @classmethod
+    def cat(cls, parts: Sequence[Rollout]) -> Rollout:
+        """The responses of one or more rollouts that recorded alike, one rollout after the other."""
+        columns = {field.name: [getattr(part, field.name) for part in parts] for field in fields(cls)}
+        prompts = tuple(itertools.chain(*columns.pop("prompts")))
+        return cls(prompts=prompts, **{name: _joined(values) for name, values in columns.items()})  # pyright: ignore[reportArgumentType]
 
     def check(self, *, top_k: int, vocabulary_size: int) -> Rollout:
         """Return the rollout itself, or raise a `RolloutError` that names what is wrong with it.
@@ -255,6 +268,12 @@ def _position(token: int, entry: Mapping[int, float | None], top_k: int) -> tupl
         # An unknown entry leaves its whole position unknown, not one log-prob short.
         return math.nan, [(-math.inf, i) for i in list(entry)[:top_k]]
     return known.get(token, math.nan), top
+
+
+def _joined(values: list[Tensor | None]) -> Tensor | None:
+    """One after the other; None where nothing was recorded."""
+    tensors = [value for value in values if value is not None]
+    return torch.cat(tensors) if tensors else None
 
 
 def _expect_length(name: str, value: Tensor, length: int) -> None:

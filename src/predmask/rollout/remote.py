@@ -13,7 +13,7 @@ from predmask.rollout.messages import pack_request, unpack_rollout
 from predmask.rollout.probe import Probe
 from predmask.rollout.process import EngineProcess
 from predmask.rollout.records import Rollout, RolloutError
-from predmask.rollout.weights import weights_file
+from predmask.rollout.weights import base_model, weights_file
 
 
 class RemoteEngine:
@@ -23,7 +23,7 @@ class RemoteEngine:
     transfer it is asked for proof (see `Probe`).
 
     Args:
-        model: a Hugging Face causal language model.
+        model: a Hugging Face causal language model, which may have adapters of peft; the engine gets merged weights.
         name, backend, settings, environment: as `EngineProcess` takes them; the settings are handed on with
             `config`, the text of the model's config.json.
         dtype: in which weights travel.
@@ -53,7 +53,7 @@ class RemoteEngine:
         self._end_ids = self._possible_end_ids(model)
         self._version = 0
         self._probe = Probe(vocabulary_size=self._config.vocab_size, context=context, tolerance=tolerance)
-        asked = {**settings, "config": _config_text(model)}
+        asked = {**settings, "config": _config_text(base_model(model))}
         self._process = EngineProcess(name=name, backend=backend, settings=asked, environment=environment)
         try:
             self.update_weights(model, 0)

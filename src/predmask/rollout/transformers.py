@@ -23,6 +23,7 @@ from predmask.rollout.engine import (
 )
 from predmask.rollout.numerics import MISMATCH_TOLERANCES, Numerics, NumericsCopy
 from predmask.rollout.records import Rollout, RolloutError
+from predmask.rollout.weights import base_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +73,7 @@ class TransformersEngine:
 
     def __init__(self, model: nn.Module, *, numerics: Numerics = "float32", batch_size: int = 256) -> None:
         self._copy = None if numerics == "float32" else NumericsCopy(model, numerics)
-        self._model: Any = model if self._copy is None else self._copy.model
+        self._model: Any = base_model(model) if self._copy is None else self._copy.model
         self._batch_size = batch_size
         self._version = 0
         self._end_ids = end_token_ids(model)
@@ -83,7 +84,7 @@ class TransformersEngine:
     def update_weights(self, model: nn.Module, version: int) -> None:
         """Answer with the weights of `model` from now on; nothing is cached between calls."""
         if self._copy is None:
-            self._model = model
+            self._model = base_model(model)
         else:
             self._copy.load(model)
         self._version = version

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import importlib
-import os
-import sys
+from collections.abc import Callable
 from typing import Any
 
 from predmask.tasks.arithmetic import Arithmetic
 from predmask.tasks.base import Problem, Split, Task
+from predmask.tasks.imports import imported
+from predmask.tasks.math import Math
 from predmask.tasks.reasoning_gym import ReasoningGym
 
 __all__ = ["TASKS", "Problem", "Split", "Task", "parse_task", "task_class"]
@@ -18,19 +18,27 @@ __all__ = ["TASKS", "Problem", "Split", "Task", "parse_task", "task_class"]
 # A new task is one file and one line here; the property tests run over this table.
 TASKS: dict[str, type] = {
     "arithmetic": Arithmetic,
+    "math": Math,
     "reasoning_gym": ReasoningGym,
+}
+
+
+# What stands after the colon in `math:FILE,FILE` and `reasoning_gym:NAME`.
+_AFTER_COLON: dict[str, Callable[[str], dict[str, Any]]] = {
+    "math": lambda sources: {"data": tuple(sources.split(","))},
+    "reasoning_gym": lambda name: {"dataset": name},
 }
 
 
 def parse_task(spec: str) -> tuple[type[Task], dict[str, Any]]:
     """The class and the fields that a task's spelling on the command line means.
 
-    `reasoning_gym:NAME` is the data set NAME of reasoning-gym; any other spelling is that of `task_class`,
-    whose `ValueError` it shares.
+    `math:DATA` is the task math with that data, `reasoning_gym:NAME` the data set NAME of reasoning-gym; any other
+    spelling is that of `task_class`, whose `ValueError` it shares.
     """
-    name, colon, dataset = spec.partition(":")
-    if colon and TASKS.get(name) is ReasoningGym:
-        return ReasoningGym, {"dataset": dataset}
+    name, colon, rest = spec.partition(":")
+    if colon and name in _AFTER_COLON:
+        return TASKS[name], _AFTER_COLON[name](rest)
     return task_class(spec), {}
 
 
@@ -50,24 +58,11 @@ def task_class(name: str) -> type[Task]:
             f"unknown task {name!r}{f', did you mean {close[0]!r}?' if close else ''}: the tasks are "
             f"{', '.join(TASKS)}; a class of your own is named package.module:Class"
         )
-    cls = getattr(_module(module_name, name), class_name, None)
+    cls = imported(name, "task")
     if not isinstance(cls, type):
         raise ValueError(f"task {name!r}: the module {module_name} has no class {class_name!r}")
     _check(cls, name)
     return cls
-
-
-def _module(module_name: str, name: str) -> Any:
-    here = os.getcwd()
-    if here not in sys.path and "" not in sys.path:
-        sys.path.insert(0, here)  # a console script, unlike `python -m`, does not look here
-    try:
-        return importlib.import_module(module_name)
-    except (ImportError, ValueError) as error:
-        raise ValueError(
-            f"task {name!r}: the module {module_name!r} cannot be imported ({error}); "
-            "run from its directory or install it"
-        ) from error
 
 
 def _check(cls: type, name: str) -> None:

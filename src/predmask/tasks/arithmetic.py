@@ -67,9 +67,13 @@ class Arithmetic:
 
         The end is the first `<eos>`, or that of the text. White space between digits is optional.
         """
+        return float(self.answer(response) == problem.reference)
+
+    def answer(self, response: str) -> str | None:
+        """What stands between the last `ANS` and the end, without white space; None where there is nothing."""
         text = response.partition(END)[0]
         _, marker, answer = text.rpartition(ANSWER)
-        return float(bool(marker) and "".join(answer.split()) == problem.reference)
+        return ("".join(answer.split()) or None) if marker else None
 
     def _problem(self, left: int, right: int) -> Problem:
         a, b = (f"{number:0{self.digits}d}" for number in (left, right))

@@ -11,11 +11,14 @@ Split = Literal["train", "heldout"]
 
 @dataclass(frozen=True)
 class Problem:
-    """One prompt and what its verifier needs to score a response."""
+    """One question and what its verifier needs to score a response."""
 
     id: str
     prompt: str
+    """The question, as a user asks it."""
     reference: Any
+    system: str = ""
+    """What a chat template puts before the question; "" for nothing."""
 
 
 @runtime_checkable
@@ -25,6 +28,10 @@ class Task(Protocol):
 
     `inline_verifier` is True only where `score` is plain string work that always ends: it is then called in
     the trainer's process. Any other verifier runs in a worker process that is killed at a deadline.
+
+    A task may also have `prepare()`, which each worker calls before its first answer; `answer(response)`, the text
+    by which answers count as equal where a majority is formed, or None for a response without one; `sources()`, the
+    files and data sets that it reads; and `notes()`, what a user should know of what was read.
     """
 
     inline_verifier: ClassVar[bool]

@@ -58,11 +58,14 @@ class ReasoningGym:
 
     def score(self, problem: Problem, response: str) -> float | None:
         """The data set's score of a response."""
-        dataset = _dataset(self)
+        return _dataset(self).score_answer(self.answer(response) or "", problem.reference)
+
+    def answer(self, response: str) -> str | None:
+        """The last `<answer>...</answer>`, or else the whole response, without surrounding space; None for nothing."""
         from reasoning_gym.utils import extract_answer
 
         answer = extract_answer(response)
-        return dataset.score_answer(response.strip() if answer is None else answer, problem.reference)
+        return (response.strip() if answer is None else answer) or None
 
 
 # The caches are the process's, not the task's: the task stays a plain value that travels to the workers.

@@ -1,8 +1,9 @@
-"""What many responses to one prompt say: pass@k and avg@k."""
+"""What many responses to one prompt say: pass@k, avg@k and maj@k."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 
@@ -28,10 +29,38 @@ def average_at_k(scores: Sequence[float], k: int) -> float:
     could not be scored, they are not wrong.
     """
     _check_k(len(scores), k)
+    _check_scores("avg@k", scores)
+    return math.fsum(scores) / len(scores)
+
+
+def majority_at_k(answers: Sequence[str | None], scores: Sequence[float]) -> float:
+    """The score of the answer that most of `k` responses to one prompt give, those without an answer (None) not voting.
+
+    With `T` the answers that are given most often: the mean of `scores[i]` over all i with `answers[i]` in `T`. That is
+    the expected score where a tie is broken at random, and where equal answers got different scores, one of them is
+    taken at random (self-consistency: Wang et al. 2022, arXiv 2203.11171). 0 where no response has an answer.
+
+    Raises `ValueError` unless there are as many answers as scores, and for a score that is not a finite number.
+    """
+    if len(answers) != len(scores):
+        raise ValueError(f"maj@k: {len(answers)} answers but {len(scores)} scores")
+    _check_scores("maj@k", scores)
+    winners = set(most_given(answers))
+    votes = [score for answer, score in zip(answers, scores, strict=True) if answer in winners]
+    return math.fsum(votes) / len(votes) if votes else 0.0
+
+
+def most_given(answers: Sequence[str | None]) -> list[str]:
+    """The answers that are given most often, in the order in which they first come; [] where there is none."""
+    votes = Counter(answer for answer in answers if answer is not None)
+    highest = max(votes.values(), default=0)
+    return [answer for answer, count in votes.items() if count == highest]
+
+
+def _check_scores(name: str, scores: Sequence[float]) -> None:
     for score in scores:
         if score is None or not math.isfinite(score):
-            raise ValueError(f"avg@k: {score!r} is not a score; leave out what could not be scored")
-    return math.fsum(scores) / len(scores)
+            raise ValueError(f"{name}: {score!r} is not a score; leave out what could not be scored")
 
 
 def _check_k(n: int, k: int) -> None:

@@ -23,10 +23,22 @@ class Batch:
     weights: Tensor
     """[N] from `token_weights`, over the whole optimiser step."""
 
-    def split(self, size: int) -> list[Batch]:
-        """Micro-batches of up to `size` responses, of similar lengths so that little is padded."""
-        totals = self.rollout.lengths + torch.tensor([len(prompt) for prompt in self.rollout.prompts])
-        return [self.select(part) for part in torch.argsort(totals, stable=True).split(size)]
+    def split(self, size: int, tokens: int | None = None) -> list[Batch]:
+        """Micro-batches of up to `size` responses of similar lengths, so that little is padded.
+
+        With `tokens`, the padded tokens of a micro-batch, prompts included, stay within it; a response that is longer
+        by itself is a micro-batch of its own.
+        """
+        totals = self.rollout.totals
+        parts: list[list[int]] = [[]]
+        for sequence in torch.argsort(totals, stable=True).tolist():
+            count = len(parts[-1]) + 1
+            # The longest comes last, so that the micro-batch is padded to its length.
+            over = tokens is not None and count * int(totals[sequence]) > tokens
+            if parts[-1] and (count > size or over):
+                parts.append([])
+            parts[-1].append(sequence)
+        return [self.select(torch.tensor(part)) for part in parts]
 
     def select(self, sequences: Tensor) -> Batch:
         """The given responses, with their tokens' weights as they are."""

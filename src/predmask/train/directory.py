@@ -7,11 +7,13 @@ import dataclasses
 import itertools
 import json
 import platform
+from collections.abc import Iterator
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from predmask.rollout.weights import base_model, merged_state
 from predmask.train.config import Config, ConfigError
 from predmask.train.models import no_progress_bars
 from predmask.train.options import to_toml
@@ -22,6 +24,7 @@ _PACKAGES = (
     "transformers",
     "tokenizers",
     "safetensors",
+    "peft",
     "numpy",
     "reasoning-gym",
     "vllm",
@@ -32,6 +35,8 @@ _PACKAGES = (
 
 class RunDirectory:
     """config.toml (it can be run again), versions.json, metrics.jsonl (a line a step), summary.json, checkpoint/.
+
+    A run with adapters has them in adapter/, too.
 
     Raises ConfigError when `config.output` exists and is not empty: nothing is ever overwritten.
     """
@@ -53,12 +58,26 @@ class RunDirectory:
         self._write("summary.json", json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
 
     def write_checkpoint(self, model: Any, tokenizer: Any) -> None:
-        """A Hugging Face model directory; written beside its place and renamed, so it is whole or absent."""
-        partial = self.path / "checkpoint.partial"
-        with no_progress_bars():
-            model.save_pretrained(partial)
-            tokenizer.save_pretrained(partial)
-        partial.rename(self.path / "checkpoint")
+        """A Hugging Face model directory, and one of peft for a policy with adapters, which the former has merged.
+
+        Each is written beside its place and renamed, so it is whole or absent. Merged weights are float32, also beside
+        16-bit ones.
+        """
+        base = base_model(model)
+        if base is not model:
+            with self._whole("adapter") as path:
+                # The embedding is as it was: else peft would look on the hub whether it is.
+                model.save_pretrained(path, save_embedding_layers=False)
+        with self._whole("checkpoint") as path, no_progress_bars():
+            base.save_pretrained(path, state_dict=merged_state(model, "cpu"))
+            tokenizer.save_pretrained(path)
+
+    @contextlib.contextmanager
+    def _whole(self, name: str) -> Iterator[Path]:
+        """A directory to write in, which gets its name in the end."""
+        partial = self.path / f"{name}.partial"
+        yield partial
+        partial.rename(self.path / name)
 
     def _write(self, name: str, text: str) -> None:
         (self.path / name).write_text(text, encoding="utf-8")

@@ -75,9 +75,7 @@ def fields(cls: Any) -> dict[str, Field]:
 
 
 def spell(value: Any) -> str:
-    """A value as the command line takes it; "" for MISSING."""
-    if value is MISSING:
-        return ""
+    """A value as the command line takes it."""
     if isinstance(value, tuple | list):
         return ",".join(map(spell, value))
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)

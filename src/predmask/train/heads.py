@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch
 from torch import Tensor
 
 from predmask.ops.head import Head
+from predmask.rollout.weights import base_model, merged_weight
 
 _PROBE_TOKENS = 64
 _PROBE_TOLERANCE = 3e-5
@@ -36,7 +39,7 @@ class ModelHead:
 
         Raises HeadError when these do not give the model's own logits.
         """
-        whole = model.get_base_model() if hasattr(model, "get_base_model") else model
+        whole = base_model(model)
         module = whole.get_output_embeddings()
         body = getattr(whole, whole.base_model_prefix, None)
         if module is None or body is None:
@@ -60,16 +63,12 @@ class ModelHead:
         module = self.module
         if type(module) is torch.nn.Linear:
             return module.weight
-        # peft wraps the layer: its own matrix, and a delta for each active adapter.
-        base = getattr(module, "base_layer", None)
-        if type(base) is not torch.nn.Linear or not hasattr(module, "lora_A"):
+        if not hasattr(module, "base_layer"):
             raise HeadError(f"its head is a {type(module).__name__}, not a torch.nn.Linear or LoRA on one")
-        active = [] if module.disable_adapters or module.merged else module.active_adapters
-        adapters = [name for name in active if name in module.lora_A]
-        if any(name in module.lora_variant or module.lora_bias[name] for name in adapters):
-            # Such as DoRA: the same at first, and something else after the first step.
-            raise HeadError("the LoRA on its head is of a variant, or has a bias")
-        return sum((module.get_delta_weight(name) for name in adapters), start=base.weight)
+        try:
+            return merged_weight(module)
+        except ValueError as error:
+            raise HeadError(f"its head is not a torch.nn.Linear or LoRA on one: {error}") from error
 
     @property
     def bias(self) -> Tensor | None:
@@ -80,7 +79,8 @@ class ModelHead:
     def _check_against(self, model: Any, vocabulary_size: int) -> None:
         device = next(model.parameters()).device
         ids = torch.linspace(0, vocabulary_size - 1, _PROBE_TOKENS, device=device).long()[None]
-        expected = model(input_ids=ids, use_cache=False).logits.float()
+        with self._in_float32():
+            expected = model(input_ids=ids, use_cache=False).logits.float()
         weight = self.weight()
         try:
             head = Head(weight=weight, bias=self.bias, softcap=self.softcap, scale=self.scale)
@@ -99,3 +99,23 @@ class ModelHead:
             raise HeadError(
                 f"its logits are up to {error:.2g} away from what weight, bias, soft-cap and scale of its head give"
             )
+
+    @contextmanager
+    def _in_float32(self) -> Iterator[None]:
+        """In here the model's head computes in float32 on its body's hidden states, whatever the body computes in."""
+        kept = [(parameter, parameter.data) for parameter in self.module.parameters()]
+
+        def widen(_body: Any, _inputs: Any, output: Any) -> Any:
+            # Only now: a tied head is the embedding, too.
+            for parameter, values in kept:
+                parameter.data = values.float()
+            output.last_hidden_state = output.last_hidden_state.float()
+            return output
+
+        hook = self.body.register_forward_hook(widen)
+        try:
+            yield
+        finally:
+            hook.remove()
+            for parameter, values in kept:
+                parameter.data = values

@@ -38,8 +38,8 @@ class Option(NamedTuple):
     path: str
     """As the command line spells it: `seed`, `rule`, `rule.delta`."""
     type: str
-    default: str
-    """As the command line spells it; "" where it must be given."""
+    default: str | None
+    """As the command line spells it; None where it must be given."""
     meaning: str
 
 
@@ -105,7 +105,7 @@ def describe(*layers: Mapping[str, Any]) -> Iterator[Option]:
             yield Option(name, _choices(name), _name_of(name, section.cls), _MEANINGS[name])
         for field in _fields(section.cls).values():
             value = section.values.get(field.name, field.default)
-            yield Option(_path(name, field.name), field.type, spell(value), field.meaning)
+            yield Option(_path(name, field.name), field.type, None if value is MISSING else spell(value), field.meaning)
 
 
 def to_toml(config: Config, *, comments: bool = True) -> str:

@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from predmask.core import (
-    MaskedToken,
-    Metrics,
-    group_advantages,
-    mask_metrics,
-    masked_tokens,
-    merge_masked_tokens,
-    token_weights,
-)
-from predmask.rollout import Engine, Rollout
+from predmask.core import MaskedToken, Metrics, mask_metrics, masked_tokens, merge_masked_tokens, token_weights
+from predmask.rollout import Engine, Rollout, TransformersEngine
 from predmask.tasks import Problem, Split, Task
 from predmask.tasks.sampling import PromptSampler
 from predmask.tasks.verifier import Verifier
 from predmask.train.agreement import Agreement, check_agreement
 from predmask.train.batches import Batch
 from predmask.train.config import Config, ConfigError
-from predmask.train.evaluate import Accuracy, decode, encode, evaluate, generator_for, is_right, repeat_each
+from predmask.train.evaluate import Accuracy, evaluate, generator_for
+from predmask.train.experience import Collector, Experience
 from predmask.train.forward import forward_of
-from predmask.train.models import load_policy, resolve_device
-from predmask.train.sampling import context_of, sample_responses, start_engine
+from predmask.train.models import load_trained_policy, resolve_device
+from predmask.train.prompts import Prompts
+from predmask.train.sampling import context_of, start_engine
 from predmask.train.tracing import LARGEST_FULL, MinibatchTrace, Recorder, StepTrace
 
 
@@ -60,32 +53,48 @@ class Trainer:
         self.device = resolve_device(config.device)
         if config.threads:
             torch.set_num_threads(config.threads)
-        self.model, self.tokenizer = load_policy(config.model, self.device)
-        self._problems = problems_of(config.task, "train")
-        self.prompts = PromptSampler(self._problems, config.seed)
-        self.heldout = problems_of(config.task, "heldout")[: config.eval.prompts]
-        self.notes: list[str] = []
+        # Data first: reading them is quick, and what is wrong with them is known before a large model is loaded.
+        train, heldout = problems_of(config.task, "train"), problems_of(config.task, "heldout")
+        self.notes: list[str] = list(notes() if (notes := getattr(config.task, "notes", None)) else ())
         """What a user should know before the run starts."""
+        self.model, self.tokenizer = load_trained_policy(config, self.device)
+        self._prompts = Prompts(self.tokenizer, config.prompt)
+        self._problems = self._fitting(train, "train")
+        self.heldout = self._fitting(heldout, "held-out")[: config.eval.prompts]
         self._check_model()
         self._forward, reason = forward_of(config, self.model)
         if reason is not None:
             self.notes.append(f"all logits are formed (update.head = dense): the model cannot be taken apart, {reason}")
-        self.verifier = Verifier(config.task)
+        scoring = config.verifier
+        self.verifier = Verifier(
+            config.task,
+            workers=scoring.workers,
+            deadline=scoring.deadline,
+            batch_deadline=scoring.batch_deadline,
+        )
         self.engine = start_engine(config, self.model) if engine is None else engine
         self.version = 0
         """Optimiser steps so far."""
         self.agreement: Agreement | None = None
         """How far engine and trainer were apart before any update."""
         self._masked: list[MaskedToken] = []
-        # Two streams: what is sampled does not depend on how minibatches are drawn.
-        self._sampling = generator_for(config.seed, "sampling")
+        self._collector = Collector(
+            config,
+            PromptSampler(self._problems, config.seed),
+            self._prompts,
+            self.verifier,
+            vocabulary_size=self.model.config.vocab_size,
+        )
         self._shuffling = generator_for(config.seed, "minibatches")
         settings = config.optimizer
+        self._trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self._optimizer = torch.optim.AdamW(
-            self.model.parameters(),
+            self._trained,
             lr=settings.learning_rate,
             betas=(settings.beta1, settings.beta2),
             weight_decay=settings.weight_decay,
+            # In one kernel; torch's own choice on a GPU holds four more bytes a weight while it steps.
+            fused=self.device.type == "cuda",
         )
 
     def close(self) -> None:
@@ -95,17 +104,20 @@ class Trainer:
 
     def evaluate(self) -> Accuracy:
         """Held-out accuracy of the policy as it is now."""
+        settings, rollout = self.config.eval, self.config.rollout
+        engine = self.engine
+        if settings.engine == "policy":
+            engine = TransformersEngine(self.model, batch_size=settings.batch_size)
         return evaluate(
-            self.model,
-            self.tokenizer,
+            engine,
+            self._prompts,
             self.heldout,
             self.verifier,
-            samples=self.config.eval.samples,
-            temperature=self.config.rollout.temperature,
-            max_new_tokens=self.config.rollout.max_new_tokens,
+            samples=settings.samples,
+            temperature=rollout.temperature if settings.temperature is None else settings.temperature,
+            max_new_tokens=rollout.max_new_tokens,
             seed=self.config.seed,
-            batch_size=self.config.eval.batch_size,
-        )
+        ).accuracy
 
     def masked_tokens(self) -> list[MaskedToken]:
         """Which token ids were masked so far, most often first."""
@@ -122,64 +134,32 @@ class Trainer:
     def _step(self, step: int) -> Metrics:
         started = time.perf_counter()
         metrics = Metrics()
-        settings = self.config.rollout
-        problems = repeat_each(self.prompts.take(settings.prompts), settings.group_size)
         trace = StepTrace(self.recorder, self.config, self._forward, step)
-        rollout = self._sample(problems, full=trace.full)
-        rewards = self._reward(problems, rollout, metrics)
-        advantage = self._advantage(rewards, metrics)
+        experience = self._collector.collect(self.engine, metrics, full=trace.full)
         if step == 1:
-            self._check_agreement(rollout)
-        trace.responses(problems, rollout, rewards, advantage)
-        for number, minibatch in enumerate(self._minibatches(rollout, advantage)):
-            epoch, within = divmod(number, self.config.update.steps_per_rollout)
-            with trace.minibatch(epoch, within, self.version) as recording:
+            self._check_agreement(experience.rollout)
+        trace.responses(experience.problems, experience.rollout, experience.rewards, experience.advantage)
+        for epoch, number, minibatch in self._minibatches(experience):
+            with trace.minibatch(epoch, number, self.version) as recording:
                 metrics = metrics.merge(self._update(minibatch, step, recording))
                 recording.applied(moved=self.version > recording.optimizer_step)
         trace.commit()
         self.engine.update_weights(self.model, self.version)
         seconds = time.perf_counter() - started
-        metrics.mean("response_length", rollout.lengths)
-        metrics.mean("truncated_frac", ~rollout.finished)
-        metrics.total("tokens", len(rollout.tokens))
         metrics.total("seconds", seconds)
-        metrics.total("tokens_per_second", len(rollout.tokens) / seconds)
+        metrics.total("tokens_per_second", metrics.compute()["tokens"] / seconds)
         return metrics
 
-    def _sample(self, problems: list[Problem], *, full: bool) -> Rollout:
-        """[B] responses, one to each of the problems; `full` records whole distributions."""
-        prompts = encode(self.tokenizer, problems)
-        sampling = replace(self.config.rollout.sampling(), record_full=full)
-        return sample_responses(
-            self.engine, prompts, sampling, self._sampling, vocabulary_size=self.model.config.vocab_size
-        )
-
-    def _reward(self, problems: list[Problem], rollout: Rollout, metrics: Metrics) -> torch.Tensor:
-        """[B] rewards, NaN where an answer could not be scored."""
-        scores = self.verifier.score(problems, decode(self.tokenizer, rollout.responses()))
-        rewards = torch.tensor([math.nan if score is None else score for score in scores])
-        metrics.mean("reward", rewards[~rewards.isnan()])
-        metrics.mean("accuracy", torch.tensor([is_right(score) for score in scores if score is not None]))
-        metrics.total("unscored_count", float(rewards.isnan().sum()))
-        return rewards
-
-    def _advantage(self, rewards: torch.Tensor, metrics: Metrics) -> torch.Tensor:
-        """[B] group-relative advantages, NaN where an answer could not be scored."""
-        groups = torch.arange(len(rewards)) // self.config.rollout.group_size
-        settings = self.config.advantage
-        found = group_advantages(rewards, groups, baseline=settings.baseline, scale_by_std=settings.scale_by_std)
-        if found.groups:
-            metrics.mean("equal_groups_frac", torch.arange(found.groups) < found.equal_groups)
-        return torch.where(found.scored, found.values, math.nan)
-
-    def _minibatches(self, rollout: Rollout, advantage: torch.Tensor) -> Iterator[Batch]:
-        """The optimiser steps of a rollout: `steps_per_rollout` minibatches, in a new order each epoch."""
-        update, loss = self.config.update, self.config.loss
-        size = len(rollout.prompts) // update.steps_per_rollout
-        for _ in range(update.epochs):
-            for sequences in torch.randperm(len(rollout.prompts), generator=self._shuffling).split(size):
+    def _minibatches(self, experience: Experience) -> Iterator[tuple[int, int, Batch]]:
+        """The optimiser steps of an experience with their epoch and number: in a new order each epoch."""
+        update, loss, rollout = self.config.update, self.config.loss, experience.rollout
+        for epoch in range(update.epochs):
+            order = torch.randperm(len(rollout.prompts), generator=self._shuffling)
+            for number, sequences in enumerate(order.tensor_split(update.steps_per_rollout)):
+                if not len(sequences):  # dynamic sampling found too few
+                    continue
                 part = rollout.select(sequences)
-                per_token = advantage[sequences].repeat_interleave(part.lengths)
+                per_token = experience.advantage[sequences].repeat_interleave(part.lengths)
                 counted = part.sampled & ~per_token.isnan() & torch.isfinite(part.logp)
                 if not loss.count_zero_advantage:
                     counted &= per_token != 0
@@ -189,7 +169,7 @@ class Trainer:
                     loss.aggregation,
                     horizon=loss.horizon or self.config.rollout.max_new_tokens,
                 )
-                yield Batch(part, sequences, per_token.nan_to_num(0.0), weights)
+                yield epoch, number, Batch(part, sequences, per_token.nan_to_num(0.0), weights)
 
     def _update(self, minibatch: Batch, step: int, recording: MinibatchTrace) -> Metrics:
         """One optimiser step: the rule decides once, and loss and metrics read that decision."""
@@ -198,7 +178,7 @@ class Trainer:
         self._optimizer.zero_grad(set_to_none=True)
         loss_value, kept = 0.0, 0
         masked = [self._masked]
-        for micro in minibatch.split(config.update.micro_batch_size):
+        for micro in minibatch.split(config.update.micro_batch_size, config.update.micro_batch_tokens):
             result = self._forward.loss(micro, config.rule, config.loss.ratio_cap)
             recording.add(micro, result)
             if not torch.isfinite(result.loss):
@@ -222,26 +202,47 @@ class Trainer:
         if not kept:
             metrics.total("empty_updates", 1)
             return
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.grad_clip)
+        settings = self.config.optimizer
+        norm = torch.nn.utils.clip_grad_norm_(self._trained, settings.grad_clip)
         if not torch.isfinite(norm):
             raise TrainingError(
                 f"the gradient is not finite at step {step}, optimiser step {self.version}; nothing was updated. "
                 "Lower optimizer.learning_rate"
             )
+        rate = settings.learning_rate * min(1.0, (self.version + 1) / max(settings.warmup_steps, 1))
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
         metrics.mean("grad_norm", norm[None])
+        metrics.mean("learning_rate", torch.tensor([rate], dtype=torch.float64))
         self._optimizer.step()
         self.version += 1
 
     @torch.no_grad()
     def _check_agreement(self, rollout: Rollout) -> None:
         """On one micro-batch, spread over the rollout's prompts."""
-        responses = len(rollout.prompts)
-        size = min(self.config.update.micro_batch_size, responses)
+        update, responses = self.config.update, len(rollout.prompts)
+        size = min(update.micro_batch_size, responses)
+        if update.micro_batch_tokens is not None:
+            size = min(size, max(1, update.micro_batch_tokens // int(rollout.totals.max())))
         first = rollout.select(torch.arange(size) * responses // size)
         behaviour, policy = self._forward.support(first)
         self.agreement = check_agreement(
             behaviour, policy, first.sequence, first.sampled, tolerance=self.config.mismatch_tolerance
         )
+
+    def _fitting(self, problems: Sequence[Problem], name: str) -> Sequence[Problem]:
+        """Those that are not too long; ConfigError where none is left."""
+        kept = self._prompts.fitting(problems)
+        if not kept:
+            raise ConfigError(
+                f"every {name} prompt has over prompt.max_tokens = {self.config.prompt.max_tokens} tokens; raise it"
+            )
+        if len(kept) < len(problems):
+            self.notes.append(
+                f"{len(problems) - len(kept)} of {len(problems)} {name} problems are left out: their prompts have more "
+                f"than {self.config.prompt.max_tokens} tokens (prompt.max_tokens)"
+            )
+        return kept
 
     def _check_model(self) -> None:
         """What the configuration asks of the model and the task, before anything is sampled."""
@@ -256,7 +257,7 @@ class Trainer:
                 f"traces.full records whole distributions, but model {name!r} has a vocabulary of "
                 f"{settings.vocab_size}, more than {LARGEST_FULL}; leave it out (traces.after works with any)"
             )
-        prompts = encode(self.tokenizer, (*self._problems, *self.heldout))
+        prompts = self._prompts.encode((*self._problems, *self.heldout))
         context = context_of(self.config, self.model)
         longest = max(map(len, prompts))
         if longest + rollout.max_new_tokens > context:
@@ -268,6 +269,7 @@ class Trainer:
                 f"rollout.max_new_tokens is {rollout.max_new_tokens}, which with prompts of up to {longest} tokens is "
                 f"more than {limit}, {context}; "
                 + (f"choose at most {room}" if room > 0 else "the prompts alone are longer")
+                + ", or leave long prompts out by prompt.max_tokens"
             )
         ids = [token for prompt in prompts for token in prompt]
         unknown = ids.count(self.tokenizer.unk_token_id) / max(len(ids), 1)

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from predmask.analysis.direction.bootstrap import SAMPLES, Estimate, estimate, resampled_sums
+from predmask.bootstrap import SAMPLES, Estimate, estimate, resampled_sums
 from predmask.core import TAILS, BehaviourSupport, PolicySupport, divergence_rate, get_divergence
 from predmask.core.rules.base import ratio_minus_one
 from predmask.traces import TokenTrace

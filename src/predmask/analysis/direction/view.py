@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from predmask.analysis.direction.bootstrap import LEAST_CLUSTERS, Estimate
 from predmask.analysis.direction.logit_steps import EPSILONS
 from predmask.analysis.direction.outcomes import ALL_OUTSIDE, CRITERIA, Row, Tallies
 from predmask.analysis.direction.study_file import pooled
 from predmask.analysis.text import percent, rule_text, visible
+from predmask.bootstrap import LEAST_CLUSTERS, Estimate
 from predmask.traces.reader import ranges
 
 Cells = list[list[str]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,10 +15,11 @@ from predmask.traces import TokenTrace, token_texts
 from predmask.train.agreement import Agreement, AgreementError, check_agreement
 from predmask.train.batches import Batch
 from predmask.train.config import Config, ConfigError
-from predmask.train.evaluate import encode, generator_for, repeat_each
+from predmask.train.evaluate import generator_for, repeat_each, within_context
 from predmask.train.forward import Forward, forward_of
 from predmask.train.models import load_policy, resolve_device
-from predmask.train.sampling import context_of, sample_responses, start_engine
+from predmask.train.prompts import Prompts
+from predmask.train.sampling import sample_responses, start_engine
 from predmask.train.trainer import problems_of
 
 Progress = Callable[[str, int, int], object]
@@ -83,7 +84,7 @@ def sample(
     forward, _ = forward_of(config, model)
     sampling_model = model if other is None else _other_model(other, config.model, model, tokenizer, device)
     prompts = _prompts(config, tokenizer)
-    config = _within_context(config, [model, sampling_model], prompts)
+    config = within_context(config, [model, sampling_model], prompts)
     rollout = _rollout(config, sampling_model, prompts, engine, progress)
     tokens = _score(rollout, forward, config, progress)
     return Sample(
@@ -121,15 +122,7 @@ def _other_model(name: str, scoring: str, model: Any, tokenizer: Any, device: to
 def _prompts(config: Config, tokenizer: Any) -> list[list[int]]:
     """Those of the first held-out problems, each as often as it is answered."""
     problems = problems_of(config.task, "heldout")[: config.rollout.prompts]
-    return encode(tokenizer, repeat_each(problems, config.rollout.group_size))
-
-
-def _within_context(config: Config, models: list[Any], prompts: list[list[int]]) -> Config:
-    """With responses that fit in the context of models and engine: nothing here needs them to be longer."""
-    room = int(min(context_of(config, *models), 2**31)) - max(map(len, prompts))
-    if not 1 <= room < config.rollout.max_new_tokens:
-        return config
-    return replace(config, rollout=replace(config.rollout, max_new_tokens=room))
+    return Prompts(tokenizer, config.prompt).encode(repeat_each(problems, config.rollout.group_size))
 
 
 def _rollout(
@@ -156,7 +149,11 @@ def _score(rollout: Rollout, forward: Forward, config: Config, progress: Progres
     ones = torch.ones(len(rollout.tokens))
     parts: list[TokenTrace] = []
     done = 0
-    for batch in Batch(rollout, torch.arange(responses), ones, ones).split(config.update.micro_batch_size):
+    update = config.update
+    batches = Batch(rollout, torch.arange(responses), ones, ones).split(
+        update.micro_batch_size, update.micro_batch_tokens
+    )
+    for batch in batches:
         parts.append(_scored(batch, forward, config.rule, config.rollout.group_size))
         done += len(batch.sample)
         progress("scoring", done, responses)
