@@ -72,13 +72,13 @@ class ModelBackend:
         return self.engine.generate(prompts, sampling, torch.Generator().manual_seed(seeds[0]))
 
     def load(self, weights):
+        import transformers
         from safetensors.torch import save_file
-        from transformers import AutoModelForCausalLM
 
         save_file(dict(weights), Path(self.directory) / "model.safetensors", metadata={"format": "pt"})
-        model, report = AutoModelForCausalLM.from_pretrained(
-            self.directory, dtype=torch.float32, output_loading_info=True
-        )
+        (architecture,) = transformers.AutoConfig.from_pretrained(self.directory).architectures
+        cls = getattr(transformers, architecture)
+        model, report = cls.from_pretrained(self.directory, dtype=torch.float32, output_loading_info=True)
         if any(report.values()):
             raise RolloutError(f"weights are missing or unknown: {report}")
         self.engine = TransformersEngine(model.eval())

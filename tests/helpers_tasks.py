@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from predmask.tasks.base import Problem, Split
+from predmask.tasks.math import Math
 
 PROBLEMS = (Problem(id="only", prompt="", reference="1/3"),)
 
@@ -104,6 +105,19 @@ class MathVerify:
         from math_verify import parse, verify
 
         return float(verify(parse(problem.reference), parse(response)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuickMath(Math):
+    """The task of mathematics, in a hurry."""
+
+    heldout_data: tuple[str, ...] = ("not-read.jsonl",)
+
+    def prepare(self) -> None:
+        from predmask.tasks.math import answers
+
+        answers.SECONDS = 1.0
+        super().prepare()
 
 
 class NotADataclass:

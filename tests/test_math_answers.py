@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import runpy
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("math_verify")
 
+from helpers_tasks import QuickMath
 from predmask.tasks import Problem
 from predmask.tasks.math import Math, answers
 from predmask.tasks.math.answers import answer, score
@@ -125,7 +128,8 @@ def test_right(given: str, gold: str) -> None:
 @pytest.mark.parametrize(
     ("given", "gold"),
     [
-        ("33", "34"), ("0.33", "1/3"), ("B", "A"), ("(1,2)", "[1,2)"), (r"\{1,2\}", "1,2,3"), (r"\pm 3", "3"),
+        ("33", "34"), ("1 2", "12"),
+        ("0.33", "1/3"), ("B", "A"), ("(1,2)", "[1,2)"), (r"\{1,2\}", "1,2,3"), (r"\pm 3", "3"),
         ("x = 5", "6"), (r"\Delta", r"\Gamma"), ("silent", "listen"), ("34 or 35", "34"), (r"34 \text{ and } 35", "34"),
         ("1/0", "0"), (r"\frac{0}{0}", "1"), (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}2\\1\end{pmatrix}"),
         ("34, 35", "34"), ("x", "34"), (r"\infty", "34"), (r"\mathbb{R}", "34"), (r"\frac{}", "34"), ("!", "34"),
@@ -300,7 +304,7 @@ def test_no_answer_runs_as_a_program(answer_text: str, capfd: pytest.CaptureFixt
 
 
 def test_names_that_could_be_programs_are_not_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers, "_WORDS", answers.re.compile("(?!)()()"))  # the first of the two guards is off
+    monkeypatch.setattr(answers, "_WORDS", re.compile("(?!)()()"))  # the first of the two guards is off
     answers._expression.cache_clear()
     assert answers._expression(rf"\text{{{PROGRAM}}}+1") is None
     assert answers._expression(r"x_{1} + \alpha + \bar{ab} + f(x)") is not None
@@ -334,18 +338,18 @@ def test_hostile_answers_end_in_time_and_cost_nobody_else_a_score() -> None:
     responses = [r"so \boxed{\frac{2}{6}}", *hostile, "Answer: 1/3", r"\boxed{0.3}"]
     golds = ["1/3", *["1/3"] * len(hostile), "1/3", "1/3"]
     start = time.monotonic()
-    with Verifier(TASK, workers=2, deadline=7.0) as verifier:
+    with Verifier(QuickMath(), workers=2, deadline=4.0) as verifier:
         grades = verifier.grade(problems(*golds), responses)
-    assert time.monotonic() - start < 45
+    assert time.monotonic() - start < 30
     assert [grades[0].score, grades[-2].score, grades[-1].score] == [1.0, 1.0, 0.0]
     assert [grades[0].answer, grades[-2].answer] == ["1/3", "1/3"]
     found = dict(zip(HOSTILE, grades[1:-2], strict=True))
     assert {name for name, grade in found.items() if grade.score not in (0.0, None)} == set()
+    kinds = {name: grade.kind for name, grade in found.items() if grade.score is None}
+    slow_to_parse = {name: kinds.pop(name, "late") for name in ("parentheses", "fractions", "words", "one word")}
+    assert set(slow_to_parse.values()) == {"late"}
     # The alarm ends what it can, the kill the rest; nothing else goes without a score.
-    assert {name: grade.kind for name, grade in found.items() if grade.score is None} == {
-        "tower": "late", "uninterruptible": "late", "factorials": "late", "matrix": "raised",
-        "one word": "late",
-    }  # fmt: skip
+    assert kinds == {"tower": "late", "uninterruptible": "late", "factorials": "late", "matrix": "raised"}
 
 
 # --- through the verifier ------------------------------------------------------------------------------------
@@ -359,6 +363,14 @@ def test_it_scores_from_a_thread_and_stops_when_nothing_can_be_scored() -> None:
             verifier.score(problems(r"\frac{1}{0}", r"\{"), ["1", "2"])
         assert verifier.score(problems("1", r"\frac{1}{0}", "3", "4"), ["1", "2", "0", "0"]) == [1.0, None, 0.0, 0.0]
         assert "gold answer" in verifier.unscored["raised"].reason
+
+
+def test_the_verifier_of_the_documentation() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "math.md").read_text()
+    names: dict[str, Any] = {}
+    exec(re.findall(r"```py\n(.*?)```", page, re.DOTALL)[-1], names)
+    verifier = names["within_one_percent"]
+    assert [verifier("it is 100.5", "100"), verifier("102", "100"), verifier("", "100")] == [1.0, 0.0, 0.0]
 
 
 @pytest.mark.slow

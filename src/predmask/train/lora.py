@@ -29,7 +29,6 @@ def add_adapters(model: Any, config: LoraConfig, seed: int) -> Any:
     They change nothing at first, and depend on `seed` alone; the model must be on the CPU, where they are drawn. Raises
     ConfigError for targets that the model does not have, or whose adapters could not be merged for an engine.
     """
-    require_peft()
     import peft
 
     targets = _targets(model, config)

@@ -102,8 +102,8 @@ def _equal(gold: str, found: str) -> bool:
 
 
 def _folded(text: str) -> str:
-    """Without spaces, and in lower case unless there are commands, whose case matters (\\Delta)."""
-    text = text.replace(" ", "")
+    """Without spaces, but those between digits, and in lower case unless there are commands, whose case matters."""
+    text = re.sub(r" (?!\d)|(?<!\d) ", "", text)
     return text if "\\" in text else text.casefold()
 
 
@@ -132,6 +132,8 @@ def _expression(text: str) -> Any:
         latex = normalize_latex(text, LatexExtractionConfig().normalization_config)
         # After the normalisation, which can put together what was apart.
         expression = parse_latex_cached(_WORDS.sub(lambda match: match[1] + re.sub(r"[^\w ]|_", "", match[2]), latex))
+    except MemoryError:
+        raise
     except Exception:  # noqa: BLE001 - the parser has no errors of its own
         return None
     if isinstance(expression, sympy.MatrixBase):

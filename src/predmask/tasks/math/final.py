@@ -37,6 +37,7 @@ _NO_UNITS = re.compile(
     " (?:and|times|over|plus|minus|mod|choose|percent|percentage|pct|infinity|log|exp|sqrt|sin|cos|tan|cot|sec|csc"
     "|arc[a-z]+|alpha|beta|gamma|delta|epsilon|theta|lambda|sigma|tau|phi|omega)(?![a-z])"
 )
+_SCIENTIFIC = re.compile(r"(?<![\w.])([-+]?\d+(?:\.\d+)?)[eE]\+?(-?\d+)(?!\w)")
 
 
 def final_answer(response: str) -> str | None:
@@ -73,9 +74,9 @@ def boxed(text: str) -> str | None:
 def plain(text: str) -> str:
     r"""An answer without what does not change it: spaces, $...$, \text{...} around all of it, a full stop after it.
 
-    Digits that are grouped (1\,234, 1{,}234, 1 234) are joined. Words of three letters and more after a number go, unless
-    they mean something in mathematics ("34 apples", but "2 sin x"). 1e5 is written as a power. Control characters become
-    spaces.
+    Digits that are grouped (1\,234, 1{,}234, 1 234) are joined. Words of three letters and more after a number go,
+    unless they mean something in mathematics ("34 apples", but "2 sin x"). 1e5 is written as a power. Control
+    characters become spaces.
     """
     text = _SPACE.sub(" ", text).replace("\u2212", "-").replace("\u2013", "-").strip()
     before = None
