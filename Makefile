@@ -39,8 +39,9 @@ test-vllm: $(VLLM_VENV)/.ready  ## run the tests of the vLLM engine, on a CPU
 	$(VLLM_BIN)/python -c 'import vllm'
 	$(VLLM_BIN)/python -m pytest tests/test_engine.py tests/test_vllm.py tests/test_vllm_real.py -k vllm
 
-bench: $(VENV)/.dev  ## benchmarks: sampling throughput, and the operator beside its peers (half an hour)
+bench: $(VENV)/.dev  ## benchmarks: sampling, the verifier, and the operator beside its peers (half an hour)
 	$(BIN)/python benchmarks/rollout_throughput.py
+	$(BIN)/python benchmarks/verifier.py
 	$(BIN)/python benchmarks/ops.py
 
 figures: $(VENV)/.dev  ## train and draw what the README's figures show (half an hour)

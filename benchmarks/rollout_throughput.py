@@ -37,8 +37,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from predmask.rollout import Engine, Rollout, Sampling, TransformersEngine, VLLMConfig
 from predmask.tasks import Arithmetic
 from predmask.train.config import PromptConfig
-from predmask.train.prompts import Prompts
 from predmask.train.models import EMBEDDED, load_policy
+from predmask.train.prompts import Prompts
 
 DATA = Path(__file__).parent / "rollout.json"
 TOP_K = (0, 20, 100)

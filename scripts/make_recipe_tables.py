@@ -11,11 +11,11 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from predmask.train.architectures import Architecture
 from predmask.train.config import Config
 from predmask.train.fields import spell
 from predmask.train.options import overrides, resolve
-from predmask.train.plan import checkpoint_bytes, plan_memory
+from predmask.train.plan.architectures import Architecture
+from predmask.train.plan.memory import checkpoint_bytes, plan_memory
 from predmask.train.presets import LEGEND, PRESETS
 
 PAGE = Path(__file__).parent.parent / "docs" / "recipes.md"

@@ -13,11 +13,11 @@ import torch
 from helpers_math import tiny_model_directory
 from predmask.cli import main
 from predmask.train import Config, ConfigError
-from predmask.train.architectures import KNOWN, Architecture
-from predmask.train.dry_run import DryRun, dry_run
-from predmask.train.needs import Machine, needs_of
 from predmask.train.options import overrides, resolve
-from predmask.train.plan import plan_memory
+from predmask.train.plan import DryRun, dry_run
+from predmask.train.plan.architectures import KNOWN, Architecture
+from predmask.train.plan.memory import plan_memory
+from predmask.train.plan.needs import Machine, needs_of
 from predmask.train.presets import PRESETS
 
 HAS_PEFT = importlib.util.find_spec("peft") is not None

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from predmask.train import Config
-from predmask.train.architectures import KNOWN, Architecture
 from predmask.train.config import LoraConfig
 from predmask.train.lora import add_adapters
 from predmask.train.models import recompute_layers
 from predmask.train.options import overrides, resolve
-from predmask.train.plan import (
+from predmask.train.plan.architectures import KNOWN, Architecture
+from predmask.train.plan.memory import (
     adapter_parameters,
     cache_bytes,
     layer_bytes,
@@ -26,8 +26,8 @@ from predmask.train.plan import (
     micro_batch_tokens,
     plan_memory,
 )
+from predmask.train.plan.remedies import remedies
 from predmask.train.presets import PRESETS
-from predmask.train.remedies import remedies
 
 HAS_PEFT = importlib.util.find_spec("peft") is not None
 

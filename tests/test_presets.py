@@ -20,10 +20,10 @@ from predmask.core import DPPO, PPOClip, Predictive
 from predmask.rollout import VLLMConfig
 from predmask.tasks.math import Math
 from predmask.train import Config, run
-from predmask.train.architectures import KNOWN
-from predmask.train.dry_run import dry_run
-from predmask.train.needs import Machine
 from predmask.train.options import resolve
+from predmask.train.plan import dry_run
+from predmask.train.plan.architectures import KNOWN
+from predmask.train.plan.needs import Machine
 from predmask.train.presets import LEGEND, PRESETS
 
 RECIPES = [name for name in PRESETS if name.startswith("qwen3")]

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from predmask.train.config import Config
-from predmask.train.dry_run import DryRun
 from predmask.train.options import to_toml
-from predmask.train.plan import Place
+from predmask.train.plan import DryRun
+from predmask.train.plan.memory import Place
+from predmask.train.plan.remedies import Remedy
 from predmask.train.presets import LEGEND, Preset
-from predmask.train.remedies import Remedy
 
 _WIDTH = 40
 _SOURCES = 46

@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _look(config: Config, preset: str) -> int:
     from predmask.cli.plan_view import plan_lines
-    from predmask.train.dry_run import dry_run
+    from predmask.train.plan import dry_run
     from predmask.train.presets import PRESETS
 
     found = dry_run(config)

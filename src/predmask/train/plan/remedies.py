@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from predmask.rollout import VLLMConfig
-from predmask.train.architectures import Architecture
 from predmask.train.config import Config
-from predmask.train.plan import MemoryPlan, Place, engine_cache_bytes, longest, micro_batch_tokens, plan_memory
+from predmask.train.plan.architectures import Architecture
+from predmask.train.plan.memory import MemoryPlan, Place, engine_cache_bytes, longest, micro_batch_tokens, plan_memory
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from torch import nn
 
 from predmask.ops.sweep import chunk_tokens
 from predmask.rollout import TransformersConfig, VLLMConfig
-from predmask.train.architectures import Architecture
 from predmask.train.config import Config
+from predmask.train.plan.architectures import Architecture
 
 Place = Literal["accelerator", "host"]
 Phase = Literal["always", "loading", "sampling", "evaluation", "micro-batch", "weights to the engine"]

@@ -16,10 +16,10 @@ import torch
 
 from predmask.rollout import SGLangConfig, TransformersConfig, VLLMConfig
 from predmask.tasks.reasoning_gym import ReasoningGym
-from predmask.train.architectures import Architecture, cached
 from predmask.train.config import Config
 from predmask.train.models import EMBEDDED, model_path
-from predmask.train.plan import checkpoint_bytes, engine_cache_bytes, longest
+from predmask.train.plan.architectures import Architecture, cached
+from predmask.train.plan.memory import checkpoint_bytes, engine_cache_bytes, longest
 
 State = Literal["here", "in the cache", "to be downloaded", "missing", "too small", "enough"]
 

@@ -6,13 +6,13 @@ import importlib.util
 import math
 from dataclasses import dataclass
 
-from predmask.train.architectures import Architecture
 from predmask.train.config import Config
 from predmask.train.directory import refuse_existing
 from predmask.train.lora import add_adapters
-from predmask.train.needs import Machine, Need, needs_of
-from predmask.train.plan import MemoryPlan, Place, plan_memory
-from predmask.train.remedies import Remedy, remedies
+from predmask.train.plan.architectures import Architecture
+from predmask.train.plan.memory import MemoryPlan, Place, plan_memory
+from predmask.train.plan.needs import Machine, Need, needs_of
+from predmask.train.plan.remedies import Remedy, remedies
 
 
 @dataclass(frozen=True)
