@@ -152,9 +152,9 @@ def test_train_without_anything_says_what_it_wants(capsys: pytest.CaptureFixture
     assert "a preset such as 'arithmetic'" in capsys.readouterr().err
 
 
-def test_eval_of_no_run_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_eval_of_what_does_not_exist_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", "nowhere"]) == 2
-    assert "'nowhere' is no run directory" in capsys.readouterr().err
+    assert "model 'nowhere' does not exist" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
