@@ -755,4 +755,4 @@ def test_a_killed_run_leaves_what_it_had_committed(tmp_path: Path) -> None:
             assert torch.equal(part.behaviour.logp, expected.behaviour.logp)
             assert part.step.unique().tolist() == [step]
             assert trace.samples(step) == make_samples(expected)
-    assert len(set(lengths)) > 2
+    assert len(set(lengths)) > 1
