@@ -387,3 +387,10 @@ def test_describe_follows_the_layers() -> None:
     assert required["task"].default == f"{__name__}:Puzzle"
     assert required["task.title"].default is None
     assert required["task.sizes"][1:3] == ("list of int", "1,2")
+
+
+def test_the_temperature_of_evaluation_is_within_what_answers() -> None:
+    layer = {"engine": "vllm", "eval": {"temperature": 5.0}}
+    assert resolve(layer).eval.temperature == 5.0  # the policy itself answers at any
+    with pytest.raises(ConfigError, match=r"eval\.temperature is 5\.0, but engine 'vllm' samples at 0\.01 to 2"):
+        resolve(layer, {"eval": {"engine": "rollout"}})

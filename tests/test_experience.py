@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import pytest
@@ -15,7 +15,7 @@ from helpers_math import tiny_tokenizer
 from helpers_training import WrappedEngine, small
 from predmask.core import Metrics
 from predmask.rollout import Rollout
-from predmask.tasks import Arithmetic, Problem
+from predmask.tasks import Arithmetic, Problem, Split
 from predmask.tasks.sampling import PromptSampler
 from predmask.tasks.verifier import Verifier
 from predmask.train import Config, ConfigError, Trainer
@@ -200,11 +200,32 @@ def test_a_chat_prompt_needs_a_chat_template_and_a_template_its_question() -> No
         small({"prompt": {"template": "Q: {quesiton}"}})
 
 
+@dataclass(frozen=True, kw_only=True)
+class TwoLengths(Arithmetic):
+    """Half of the problems have one more token."""
+
+    name: ClassVar[str] = "two_lengths"
+
+    def problems(self, split: Split) -> list[Problem]:
+        found = super().problems(split)
+        return [
+            replace(problem, prompt=problem.prompt + " ="[: 2 * (place % 2)]) for place, problem in enumerate(found)
+        ]
+
+
 def test_a_run_says_how_many_problems_were_too_long() -> None:
     # A prompt of arithmetic has 10 tokens.
+    task = {"name": "test_experience:TwoLengths", "train_problems": 40, "heldout_problems": 6}
     with pytest.raises(ConfigError, match=r"every train prompt has over prompt\.max_tokens = 9 tokens"):
-        Trainer(small({"prompt": {"max_tokens": 9}}))
-    assert not [note for note in Trainer(small({"prompt": {"max_tokens": 10}})).notes if "left out" in note]
+        Trainer(small({"task": task, "prompt": {"max_tokens": 9}}))
+    trainer = Trainer(small({"task": task, "prompt": {"max_tokens": 10}}))
+    left_out = [note for note in trainer.notes if "left out" in note]
+    assert [note.split(" are left out")[0] for note in left_out] == [
+        "20 of 40 train problems",
+        "3 of 6 held-out problems",
+    ]
+    assert len(trainer.heldout) == 3
+    assert not [note for note in Trainer(small({"task": task, "prompt": {"max_tokens": 11}})).notes if "left" in note]
 
 
 # --- records ----------------------------------------------------------------------------------------------------

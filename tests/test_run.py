@@ -10,7 +10,7 @@ import torch
 
 from helpers_training import ForgetfulEngine, InterruptedEngine, small
 from predmask.cli import main
-from predmask.cli.display import step_line
+from predmask.cli.display import Console, step_line
 from predmask.train import Config, ConfigError, StepResult, Trainer, run
 from predmask.train.directory import find_checkpoint
 from predmask.train.models import load_policy
@@ -150,6 +150,25 @@ def test_train_without_anything_says_what_it_wants(capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit):
         main(["train"])
     assert "a preset such as 'arithmetic'" in capsys.readouterr().err
+
+
+def test_answers_that_cannot_be_scored_are_said_and_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "run"
+    config = small(task="helpers_training:SometimesUnscored", output=str(output))
+    summary, _ = run(config, display=Console())
+    shown = capsys.readouterr().out
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    counts = [int(line["unscored_count"]) for line in lines[1:]]
+    assert min(counts) > 0
+    assert summary.unscored["not_a_number"]["count"] == sum(counts)
+    assert json.loads((output / "summary.json").read_text())["unscored"] == summary.unscored
+    warned = [line for line in shown.splitlines() if "WARNING: answers could not be scored (not_a_number)" in line]
+    assert len(warned) == 1
+    assert warned[0].endswith("its verifier returned nan")
+    assert f"not scored {counts[1]}" in shown
+    assert f"not scored         {sum(counts)} not_a_number" in shown
 
 
 def test_eval_of_what_does_not_exist_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,6 +31,7 @@ class Console(Display):
 
     def __init__(self) -> None:
         self._bar: tqdm[Any] | None = None
+        self._told: set[str] = set()
 
     def starting(self, config: Config) -> None:
         """A line where there is something to wait for."""
@@ -68,6 +69,13 @@ class Console(Display):
                 )
             if found.unknown:
                 self._print("WARNING: tokens whose log-probs are unknown are not trained on; see the engine's records")
+        for kind, found in trainer.unscored().items():
+            if kind not in self._told:
+                self._told.add(kind)
+                self._print(
+                    f"WARNING: answers could not be scored ({kind}) and are left out, first to problem "
+                    f"{found.problem_id}: {visible(found.reason)}"
+                )
         self._print(step_line(result, trainer.config.steps))
         if self._bar is not None:
             self._bar.update()
@@ -106,6 +114,8 @@ def step_line(result: StepResult, steps: int) -> str:
         f"  entropy {show('entropy', '.3f')}"
         f"  {show('tokens_per_second', '.0f')} tok/s"
     )
+    if figures.get("unscored_count"):
+        line += f"  not scored {figures['unscored_count']:.0f}"
     return line if result.accuracy is None else f"{line}  held-out {_accuracy(result.accuracy)}"
 
 
@@ -128,10 +138,16 @@ def closing_lines(summary: Summary, directory: Path) -> list[str]:
             for row in summary.masked_tokens[:4]
         )
         lines.append(f"masked most often  {rows}")
+    unscored = ", ".join(f"{found['count']} {kind}" for kind, found in summary.unscored.items())
+    if unscored:
+        lines.append(f"not scored         {unscored}")
     if summary.steps and not summary.optimizer_steps:
-        lines.append("note               nothing was learned: in every group all rewards were equal")
+        why = ", or an answer could not be scored" if unscored else ""
+        lines.append(f"note               nothing was learned: in every group all rewards were equal{why}")
+    # The reason of a failure is the last thing that is said.
+    status, _, _ = summary.status.partition(":")
     lines += [
-        f"{summary.status:<18} {summary.steps} steps, {summary.optimizer_steps} optimiser steps, "
+        f"{status:<18} {_many(summary.steps, 'step')}, {_many(summary.optimizer_steps, 'optimiser step')}, "
         f"{summary.seconds:.0f} s",
         f"run directory      {directory}",
     ]
@@ -216,6 +232,10 @@ def command() -> str:
 
 def _accuracy(accuracy: Accuracy) -> str:
     return f"{accuracy.sampled:.1%} sampled, {accuracy.greedy:.1%} greedy"
+
+
+def _many(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _count(number: int) -> str:

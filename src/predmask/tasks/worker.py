@@ -44,7 +44,12 @@ class Worker:
         self.connection, theirs = context.Pipe()
         with theirs:
             self.process = context.Process(target=_serve, args=(theirs, payload), name="predmask-verifier", daemon=True)
-            self.process.start()
+            # Until it has a group of its own, Ctrl-C would reach it, too, in the middle of its imports.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                self.process.start()
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self.starting = True
         self.answer: int | None = None
         self.due = time.monotonic() + STARTUP_SECONDS
@@ -85,6 +90,7 @@ class Worker:
 def _serve(connection: Connection, payload: bytes) -> None:
     """What a worker runs: take the task, say that it is ready, then grade one response after the other."""
     os.setsid()  # a group that can be killed whole, and that a terminal's Ctrl-C does not reach
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     os.dup2(2, 1)  # what verifiers print must not end up in the trainer's output
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:

@@ -285,11 +285,14 @@ class Config:
                 f"{responses} responses of a step (rollout.prompts · rollout.group_size)"
             )
         low, high = self.engine.temperatures
-        if not low <= self.rollout.temperature <= high:
-            raise ConfigError(
-                f"rollout.temperature is {self.rollout.temperature}, but engine {self.engine.name!r} samples at "
-                f"{low:g} to {high:g}"
-            )
+        asked = {"rollout.temperature": self.rollout.temperature}
+        if self.eval.engine == "rollout" and self.eval.temperature is not None:
+            asked["eval.temperature"] = self.eval.temperature
+        for path, temperature in asked.items():
+            if not low <= temperature <= high:
+                raise ConfigError(
+                    f"{path} is {temperature}, but engine {self.engine.name!r} samples at {low:g} to {high:g}"
+                )
         buffer = self.reward.overlong_buffer
         if buffer is not None and buffer > self.rollout.max_new_tokens:
             raise ConfigError(

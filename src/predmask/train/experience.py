@@ -13,7 +13,7 @@ from predmask.core import Metrics, group_advantages
 from predmask.rollout import Engine, Rollout
 from predmask.tasks import Problem
 from predmask.tasks.sampling import PromptSampler
-from predmask.tasks.verifier import Verifier
+from predmask.tasks.verifier import Unscored, Verifier
 from predmask.train.config import Config, RewardConfig
 from predmask.train.evaluate import generator_for, is_right, repeat_each
 from predmask.train.prompts import Prompts
@@ -67,6 +67,8 @@ class Collector:
         self._prompts = prompts
         self._verifier = verifier
         self._vocabulary_size = vocabulary_size
+        self.unscored: dict[str, Unscored] = {}
+        """How many answers could not be scored so far, by kind, and the first of each."""
         # A stream of its own: what is sampled does not depend on how minibatches are drawn.
         self._generator = generator_for(config.seed, "sampling")
 
@@ -114,6 +116,9 @@ class Collector:
         scores = self._verifier.score(problems, self._prompts.decode(rollout.responses()))
         metrics.mean("accuracy", torch.tensor([is_right(score) for score in scores if score is not None]))
         metrics.total("unscored_count", sum(score is None for score in scores))
+        for kind, found in self._verifier.unscored.items():
+            first = self.unscored.get(kind, replace(found, count=0))
+            self.unscored[kind] = replace(first, count=first.count + found.count)
         return torch.tensor([math.nan if score is None else score for score in scores])
 
     def _advantage(self, rewards: Tensor, rollout: Rollout, metrics: Metrics) -> Tensor:

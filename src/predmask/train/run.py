@@ -41,6 +41,8 @@ class Summary:
     greedy_after: float | None
     mismatch_before: float | None
     """Mean |log mu - log pi| before any update, in nats; None when no step was begun."""
+    unscored: dict[str, dict[str, Any]]
+    """Sampled answers that could not be scored, by kind (see `Verifier`): count; problem_id and reason of the first."""
     masked_tokens: list[dict[str, Any]]
     """The ten tokens that were masked most often: token, id, count, share, positive, negative (by sign of A)."""
 
@@ -143,6 +145,7 @@ def _summarise(
         greedy_before=None if before is None else before.greedy,
         greedy_after=None if after is None else after.greedy,
         mismatch_before=None if trainer.agreement is None else trainer.agreement.mean,
+        unscored={kind: asdict(found) for kind, found in trainer.unscored().items()},
         masked_tokens=[
             {"token": trainer.tokenizer.convert_ids_to_tokens(row.id), **asdict(row)}
             for row in trainer.masked_tokens()[:10]

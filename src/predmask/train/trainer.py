@@ -12,7 +12,7 @@ from predmask.core import MaskedToken, Metrics, mask_metrics, masked_tokens, mer
 from predmask.rollout import Engine, Rollout, TransformersEngine
 from predmask.tasks import Problem, Split, Task
 from predmask.tasks.sampling import PromptSampler
-from predmask.tasks.verifier import Verifier
+from predmask.tasks.verifier import Unscored, Verifier
 from predmask.train.agreement import Agreement, check_agreement
 from predmask.train.batches import Batch
 from predmask.train.config import Config, ConfigError
@@ -122,6 +122,10 @@ class Trainer:
     def masked_tokens(self) -> list[MaskedToken]:
         """Which token ids were masked so far, most often first."""
         return self._masked
+
+    def unscored(self) -> dict[str, Unscored]:
+        """How many sampled answers could not be scored so far, by kind (see `Verifier`), and the first of each."""
+        return self._collector.unscored
 
     def steps(self) -> Iterator[StepResult]:
         """Train, one result a step."""
