@@ -7,13 +7,14 @@ import importlib.util
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from predmask.train import Config
-from predmask.train.config import LoraConfig
+from predmask.train.config import ConfigError, LoraConfig
 from predmask.train.lora import add_adapters
 from predmask.train.models import recompute_layers
 from predmask.train.options import overrides, resolve
@@ -318,3 +319,15 @@ def test_what_has_been_done_is_no_remedy() -> None:
     config = dapo("--lora.base_dtype=bfloat16", "--update.micro_batch_tokens=9216", "--engine.kv_cache_gb=1.5")
     found = remedies(config, Architecture.of(config.model), gpu=True)
     assert [remedy.options for remedy in found] == ["--engine.quantization fp8_per_channel"]
+
+
+def test_what_is_adapted_is_what_peft_would_adapt_by_longer_names_too() -> None:
+    config = dapo("--lora.targets", "self_attn.q_proj", "--lora.rank", "2")
+    model = Architecture.of("Qwen/Qwen3-4B-Base")
+    assert adapter_parameters(config, model) == 36 * 2 * (2560 + 32 * 128)
+
+
+def test_a_model_that_is_no_causal_language_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "vit"}')
+    with pytest.raises(ConfigError, match="'vit', which is no causal language model"):
+        _ = Architecture.of(str(tmp_path)).model

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,20 +18,24 @@ def base_model(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def merged_state(model: Any, device: torch.device | str | None = None) -> dict[str, Tensor]:
+def merged_state(model: Any, move: Callable[[Tensor], Tensor] = lambda weight: weight) -> dict[str, Tensor]:
     """The state dict that the policy would have without adapters (LoRA), whose products are in their layers' weights.
 
-    The model is left as it is, to the bit. Each merged weight is put on `device` before the next is computed; None:
-    they stay where they are. Raises ValueError for adapters that `merged_weight` refuses, and for one on a tied weight.
+    The model is left as it is, to the bit. Each weight goes through `move` before the next merged one is computed, and
+    weights that are tied stay one. Raises ValueError for adapters that `merged_weight` refuses, and for one on a tied
+    weight.
     """
     base = base_model(model)
-    state = dict(base.state_dict())
-    for name, layer in _adapted_layers(base):
+    adapted = dict(_adapted_layers(base))
+    state: dict[str, Tensor] = base.state_dict(keep_vars=True)
+    for name, layer in adapted.items():
         for key in layer.state_dict():
             del state[f"{name}.{key}"]
-        state.update({f"{name}.{key}": value for key, value in layer.base_layer.state_dict().items()})
-        state[f"{name}.weight"] = merged_weight(layer).detach().to(device)
-    return state
+        state.update({f"{name}.{key}": value for key, value in layer.base_layer.state_dict(keep_vars=True).items()})
+        del state[f"{name}.weight"]
+    moved = {id(weight): move(weight.detach()) for weight in state.values()}
+    merged = {f"{name}.weight": move(merged_weight(layer).detach()) for name, layer in adapted.items()}
+    return {name: moved[id(weight)] for name, weight in state.items()} | merged
 
 
 def merged_weight(layer: Any) -> Tensor:
@@ -66,8 +70,15 @@ def checkpoint_weights(model: Any, dtype: torch.dtype) -> dict[str, Tensor]:
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    weights = revert_weight_conversion(base_model(model), merged_state(model, "cpu"))
-    return {name: _cast(weight, dtype) for name, weight in weights.items()}
+    # On the CPU first: the conversion takes experts apart, which would be a second copy of them on a GPU.
+    state = merged_state(model, lambda weight: _cast(weight, dtype))
+    weights = revert_weight_conversion(base_model(model), state)
+    # A copy of its own for what is tied: a safetensors file holds no tensor twice.
+    names = {weight.data_ptr(): name for name, weight in weights.items()}
+    return {
+        name: weight.contiguous() if names[weight.data_ptr()] == name else weight.clone()
+        for name, weight in weights.items()
+    }
 
 
 @contextmanager
@@ -122,6 +133,5 @@ def _adapters(layer: Any) -> list[str]:
 
 
 def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy of its own: a safetensors file holds no tensor twice."""
-    weight = weight.detach()
-    return weight.to("cpu", dtype if weight.is_floating_point() else weight.dtype, copy=True).contiguous()
+    """A copy on the CPU; integers stay what they are."""
+    return weight.to("cpu", dtype if weight.is_floating_point() else weight.dtype, copy=True)

@@ -69,7 +69,7 @@ class RunDirectory:
                 # The embedding is as it was: else peft would look on the hub whether it is.
                 model.save_pretrained(path, save_embedding_layers=False)
         with self._whole("checkpoint") as path, no_progress_bars():
-            base.save_pretrained(path, state_dict=merged_state(model, "cpu"))
+            base.save_pretrained(path, state_dict=merged_state(model, lambda weight: weight.cpu()))
             tokenizer.save_pretrained(path)
 
     @contextlib.contextmanager

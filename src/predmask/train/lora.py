@@ -57,6 +57,11 @@ def add_adapters(model: Any, config: LoraConfig, seed: int) -> Any:
     return adapted
 
 
+def adapted_layers(model: Any, config: LoraConfig) -> list[Any]:
+    """The layers of a Hugging Face model that `add_adapters` would put adapters on; ConfigError where it refuses."""
+    return _chosen(model, _targets(model, config))
+
+
 def _targets(model: Any, config: LoraConfig) -> list[str]:
     """The names of the layers to adapt, as peft takes them: each stands for all whose name ends with it."""
     layers = _linear_layers(model)

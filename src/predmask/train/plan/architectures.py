@@ -57,7 +57,7 @@ parameters, as the models' cards say."""
 
 @dataclass(frozen=True)
 class Architecture:
-    """A causal language model without weights."""
+    """A causal language model without weights; ConfigError for one that is none."""
 
     config: Any
     """The text model's transformers configuration."""
@@ -79,8 +79,13 @@ class Architecture:
         """The model with weights that have shapes and no memory."""
         from transformers import AutoModelForCausalLM
 
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(self.config)
+        try:
+            with torch.device("meta"):
+                return AutoModelForCausalLM.from_config(self.config)
+        except ValueError as error:
+            raise ConfigError(
+                f"the model is of type {self.config.model_type!r}, which is no causal language model; give one that is"
+            ) from error
 
     @cached_property
     def parameters(self) -> int:

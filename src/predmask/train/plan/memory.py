@@ -1,7 +1,7 @@
 """The memory that a run will take, item by item, before anything is loaded.
 
 The numbers follow from the configuration and the model's sizes. Those of a forward and backward pass were checked on a
-CPU, where they were right to a tenth (tests/test_plan.py). Nothing was measured on a GPU, and what other libraries keep
+CPU, where they were within 20 % (tests/test_plan.py). Nothing was measured on a GPU, and what other libraries keep
 for themselves is an allowance.
 """
 
@@ -11,11 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from torch import nn
-
 from predmask.ops.sweep import chunk_tokens
 from predmask.rollout import TransformersConfig, VLLMConfig
 from predmask.train.config import Config
+from predmask.train.lora import adapted_layers
 from predmask.train.plan.architectures import Architecture
 
 Place = Literal["accelerator", "host"]
@@ -254,24 +253,13 @@ class _Items:
 
 def adapter_parameters(config: Config, model: Architecture) -> int:
     """How many weights LoRA trains: rank · (inputs + outputs) a layer."""
-    layers = _adapted(config, model)
-    return sum(config.lora.rank * (layer.in_features + layer.out_features) for layer in layers)
-
-
-def _adapted(config: Config, model: Architecture) -> list[nn.Linear]:
-    """The layers that LoRA adapts."""
-    targets, head = config.lora.targets, model.model.get_output_embeddings()
-    return [
-        layer
-        for name, layer in model.model.named_modules()
-        if isinstance(layer, nn.Linear)
-        and (name.rpartition(".")[2] in targets or ("all-linear" in targets and layer is not head))
-    ]
+    return sum(config.lora.rank * sum(layer.weight.shape) for layer in adapted_layers(model.model, config.lora))
 
 
 def _merged(config: Config, model: Architecture) -> int:
     """How many weights are in layers with adapters; merged, they are float32."""
-    return sum(layer.weight.numel() for layer in _adapted(config, model)) if config.lora.enabled else 0
+    layers = adapted_layers(model.model, config.lora) if config.lora.enabled else []
+    return sum(layer.weight.numel() for layer in layers)
 
 
 def _count(number: int) -> str:
