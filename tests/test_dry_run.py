@@ -118,6 +118,60 @@ def test_files_that_are_here_and_not(tmp_path: Path) -> None:
     assert states(dry_run(dapo(*options), machine()))[str(model)] == "missing"
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("cut.parquet", b"PAR1", "cut.parquet cannot be read"),
+        ("broken.jsonl", b'{"problem": "1+1", "ans\n', "line 1 is not valid JSON"),
+        ("empty.csv", b"problem,answer\n", "has no rows"),
+        ("other.csv", b"text,gold\n1+1,2\n", "no known layout"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_not_usable(
+    name: str, content: bytes, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    model = tiny_model_directory(tmp_path / "model", num_hidden_layers=1)
+    options = [f"--model={model}", f"--task=math:{tmp_path / name}"]
+    (need,) = (need for need in dry_run(resolve(overrides(options)), machine()).needs if need.kind == "data")
+    assert need.state == "not usable"
+    assert reason in need.detail
+    assert main(["train", *options, "--dry-run", "--device", "cpu"]) == 1
+    out = capsys.readouterr().out
+    assert f"! data     {tmp_path / name}: not usable" in out
+    assert "this cannot run here" in out
+
+
+def test_a_verifier_of_the_users_own_is_imported(tmp_path: Path) -> None:
+    data = tmp_path / "train.jsonl"
+    data.write_text('{"problem": "1+1", "answer": "2"}\n')
+
+    def found(verifier: str) -> tuple[str, str]:
+        config = resolve(overrides([f"--task=math:{data}", f"--task.verifier={verifier}"]))
+        (need,) = (need for need in dry_run(config, machine()).needs if need.kind == "verifier")
+        return need.state, need.detail
+
+    assert found("helpers_math:contains") == ("here", "")
+    assert found("helpers_math:nosuch")[0] == "not usable"
+    assert "has no function 'nosuch'" in found("helpers_math:nosuch")[1]
+    assert "cannot be imported" in found("no_such_module:f")[1]
+    # What comes with predmask is no need of its own, and a small file is not 0.0 MB.
+    needs = dry_run(resolve(overrides([f"--task=math:{data}"])), machine()).needs
+    assert not [need for need in needs if need.kind == "verifier"]
+    assert next(need.detail for need in needs if need.kind == "data") == "0.0 kB"
+
+
+@pytest.mark.skipif(not HAS_PEFT, reason="needs peft")
+def test_adapters_are_not_offered_to_a_run_that_has_them() -> None:
+    def effects(*options: str) -> list[str]:
+        remedies = dry_run(dapo(*options), machine()).remedies
+        return [remedy.effect for remedy in remedies if "--lora.base_dtype" in remedy.options]
+
+    assert effects()[0].startswith("adapters are trained")
+    assert effects("--lora.enabled")[0] == "the weights under the adapters in 16 bits"
+    assert not effects("--lora.base_dtype=bfloat16")
+
+
 def test_a_cache_that_cannot_hold_one_response() -> None:
     def state(*options: str) -> str:
         config = dapo(*options)
@@ -175,6 +229,7 @@ def test_a_run_that_cannot(capsys: pytest.CaptureFixture[str]) -> None:
         assert "DOES NOT FIT: this machine has no GPU" in out
     assert "--lora.base_dtype bfloat16" in out
     lines = out.splitlines()
+    assert max(map(len, lines[next(n for n, line in enumerate(lines) if line.startswith("# Sources")) :])) <= 100
     # The source of a value stands beside it as long as it is the preset's.
     (learning_rate,) = (line for line in lines if line.startswith("learning_rate"))
     assert "# nearest known recipe" in learning_rate

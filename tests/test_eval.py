@@ -17,6 +17,7 @@ import torch
 from helpers_math import laid_out, sums, tiny_model_directory, write_rows
 from helpers_training import small
 from predmask.cli import main
+from predmask.cli.progress import Progress
 from predmask.rollout import Rollout, Sampling, TransformersEngine
 from predmask.tasks import Arithmetic, Problem, Split
 from predmask.train import run
@@ -108,8 +109,9 @@ def test_what_is_printed_is_what_the_answers_come_to(capsys: pytest.CaptureFixtu
 def test_the_same_seed_gives_the_same_answers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     texts = []
     for seed in (0, 0, 1):
-        evaluated(capsys, *FEW, "--prompts", "5", "--seed", str(seed), "--answers", str(tmp_path / "a.jsonl"))
-        texts.append([row["response"] for row in written(tmp_path / "a.jsonl")])
+        answers = tmp_path / f"{len(texts)}.jsonl"
+        evaluated(capsys, *FEW, "--prompts", "5", "--seed", str(seed), "--answers", str(answers))
+        texts.append([row["response"] for row in written(answers)])
     assert len(texts[0]) == 5 * 9  # one greedy answer and eight samples a problem
     assert texts[0] == texts[1]
     assert texts[0] != texts[2]
@@ -238,7 +240,7 @@ def test_data_of_several_files_and_long_questions(
     assert main(["eval", tiny, *options, *few, "--prompt.max_tokens", "30"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "5 of 6 held-out problems" in out
-    assert "1 of 6 problems are left out" in out
+    assert "left out: 1 of 6 problems" in out
     assert main(["eval", tiny, *options, *few, "--prompt.chat", "--json", str(tmp_path / "eval.json")]) == 0
     assert json.loads((tmp_path / "eval.json").read_text())["prompt"]["chat"] is True
 
@@ -272,9 +274,13 @@ def test_math_answers_are_scored_and_vote(tiny: str, capsys: pytest.CaptureFixtu
         (["embedded", "--eval.temperature", "0"], "a greedy answer is measured anyway"),
         (["embedded", "--json", "nowhere/eval.json"], "there is no directory nowhere"),
         (["embedded", "--answers", "/"], "is a directory"),
+        (["embedded", "--table", "x.csv"], "x.csv would not be a .csv file; name it x.parquet"),
+        (["embedded", "--answers", "x.JSON"], "name it x.jsonl"),
+        (["embedded", "--json", "x.parquet"], "name it x.json"),
+        (["embedded", "--json", "x", "--answers", "./x"], "x is named twice"),
         (["embedded", "--config", "nowhere.toml"], "cannot read nowhere.toml"),
         (["./nowhere"], "'./nowhere' does not exist"),
-        (["embedded", "--prompt.max_tokens", "2"], "prompt.max_tokens"),
+        (["embedded", "--prompt.max_tokens", "2"], "prompt.max_tokens = 2 tokens; raise it: the shortest has "),
         (["embedded", "--rollout.top_p", "0.9"], "truncated sampling is refused"),
     ],
 )
@@ -288,6 +294,28 @@ def test_mistakes_end_with_code_2(argv: list[str], message: str, capsys: pytest.
     assert captured.out == ""
     assert "error: " in captured.err.splitlines()[-1]
     assert message in captured.err
+
+
+@pytest.mark.parametrize(("option", "name"), [("--answers", "a.jsonl"), ("--table", "a.parquet"), ("--json", "a.json")])
+def test_no_file_is_replaced(option: str, name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / name).write_text("hours of work")
+    assert main(["eval", *FEW, option, str(tmp_path / name)]) == 2
+    assert f"{name} exists already; name another file" in capsys.readouterr().err
+    assert (tmp_path / name).read_text() == "hours of work"
+    (tmp_path / name).write_text("")  # holds nothing that could be lost
+    evaluated(capsys, *FEW, "--prompts", "1", "--samples", "1", option, str(tmp_path / name))
+    assert (tmp_path / name).stat().st_size
+
+
+def test_a_verifier_that_is_not_there_is_known_before_the_model(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    data = str(write_rows(tmp_path / "aime.jsonl", laid_out("aime", sums(3))))
+    for verifier, reason in (("nowhere:f", "cannot be imported"), ("helpers_math:nosuch", "has no function 'nosuch'")):
+        assert main(["eval", "embedded", "--task", "math", "--data", data, "--task.verifier", verifier]) == 2
+        printed = capsys.readouterr()
+        assert reason in printed.err
+        assert "loading" not in printed.err
 
 
 def test_an_interrupted_evaluation_keeps_its_answers(
@@ -335,6 +363,12 @@ def test_progress_is_plain_lines_where_there_is_no_terminal(
         "answering 14 of 30 answers",
         "answering 22 of 30 answers",
     ]
+
+
+def test_one_of_anything_is_singular(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress("answer") as bar:
+        bar("answering", 0, 1)
+    assert capsys.readouterr().err == "answering 1 answer\n"
 
 
 def test_help_teaches(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from helpers_training import ShuffledEngine
 from predmask.rollout import Rollout, RolloutError, Sampling, TransformersConfig
 from predmask.tasks import Arithmetic, Problem
 from predmask.tasks.math import Math
-from predmask.tasks.verifier import Verifier
+from predmask.tasks.verifier import Verifier, VerifierError
 from predmask.train import Config
 from predmask.train.config import ConfigError, PromptConfig, RolloutConfig
 from predmask.train.evaluate import Answer, Evaluation, evaluate, ks, within_context
@@ -284,6 +284,31 @@ def test_the_engine_is_asked_in_batches_and_what_came_is_told_at_once() -> None:
     assert sorted(together, key=lambda answer: (answer.place, answer.sample or 0)) == found.answers
 
 
+def test_a_batch_without_a_score_is_an_error_until_something_was_scored() -> None:
+    """What was answered is told before: with an engine, it may have taken hours."""
+    told: list[str] = []
+    settings: dict[str, Any] = {"progress": lambda answers, total: told.extend(answer.response for answer in answers)}
+    with pytest.raises(VerifierError, match=r"none of the 2 answers .* by the task Quoted.* returned None"):
+        scripted([["a?", "yes"], ["b?", "yes"]], **settings)
+    assert told == ["a?", "b?"]
+    assert scripted([["yes", "a?"], ["no", "b?"]], **settings).accuracy.unscored == 2
+
+
+@pytest.mark.parametrize(("count", "raises"), [(7, False), (8, True)])
+def test_few_problems_may_all_be_faulty(count: int, raises: bool) -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Failing(Mute):
+        def score(self, problem: Problem, response: str) -> float | None:
+            return 1.0 / len(response.removeprefix("?"))
+
+    script = [["x", "?"]] * count
+    if raises:
+        with pytest.raises(VerifierError, match=r"none of the 8 answers .*'p0': ZeroDivisionError"):
+            scripted(script, Failing())
+    else:
+        assert scripted(script, Failing()).unscored() == {"raised": 7}
+
+
 def test_random_numbers_are_the_seeds() -> None:
     seeds = []
     for seed in (3, 3, 4):
@@ -356,7 +381,7 @@ def test_what_is_left_out_is_said() -> None:
     length = len(load_policy("embedded", torch.device("cpu"))[1].encode("1 2 3 4 + 1 2 3 4 ="))
     found = evaluate_model(embedded(task=task, prompt={"max_tokens": length}, eval={"prompts": 3, "samples": 1}))
     assert found.notes == []
-    with pytest.raises(ConfigError, match=r"all 256 prompts have more than prompt.max_tokens = 3"):
+    with pytest.raises(ConfigError, match=r"every prompt has more than prompt.max_tokens = 3 tokens; raise it"):
         evaluate_model(embedded(prompt={"max_tokens": 3}))
     found = evaluate_model(embedded(rollout={"max_new_tokens": 500}, eval={"prompts": 2, "samples": 1}))
     (note,) = found.notes

@@ -6,6 +6,7 @@ import contextlib
 import re
 import runpy
 import signal
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
@@ -64,6 +65,31 @@ def problems(*references: str) -> list[Problem]:
         ("the final answer is:\n$$\n\\frac13\n$$\nI hope it is correct.", "\\frac13"),
         ("The answer is 7. No: the answer is 34", "34"),
         ("7 * 2 = 14\n#### 14", "14"),
+        # Formulas side by side are one answer, too.
+        ("Answer: $34$ or $35$", "34, 35"),
+        ("Answer: $x = 34$ and $y=35$", "x = 34, y=35"),
+        ("Answer: $34$ or 35", "34, 35"),
+        ("Answer: $34$. So $x$ is even.", "34"),
+        # In a sentence.
+        ("The answer is therefore 17.", "17"),
+        ("The answer is thus equal to **17**.", "17"),
+        ("So the answer is: 17 (since 4+13=17).", "17"),
+        ("The answer is 17, since 4+13=17.", "17"),
+        ("Answer: 17 because 10+7", "17"),
+        ("The answer is 42 apples because 7 is small.", "42 apples"),
+        ("The answer is x = 17, so we are done.", "x = 17"),
+        ("The answer is therefore $17$.", "17"),
+        ("The answer is clearly (2, 3), as was claimed.", "(2, 3)"),
+        ("The answer is a total of 17 apples.", "17 apples"),
+        ("Answer: 60 miles per hour", "60 miles"),
+        ("The answer is $17$ million.", "$17$ million"),
+        ("The answer is therefore B.", "B"),
+        ("The answer is New York, as you know", "New York, as you know"),
+        # What corrects an answer, or makes another of it, stays.
+        ("The answer is 33, or maybe 34", "33, or maybe 34"),
+        ("The answer is 33, but perhaps 34", "33, but perhaps 34"),
+        ("The answer is not 34", "not 34"),
+        ("The answer is the square root of 34", "the square root of 34"),
         (r"we have $x = 3$ and so \(y = 34\), as was to be shown", "y = 34"),
         ("We count 12 cats, which leaves 34 dogs.", "34"),
         # An answer and nothing else.
@@ -95,7 +121,9 @@ def test_an_answer_is_looked_for_near_the_end_and_has_a_length() -> None:
         (r"1{,}234{,}567", "1234567"), ("1 234", "1234"), (r"1\!,234", "1234"), ("34 apples", "34"),
         ("$34$ square feet", "$34$ square feet"), ("3 and 4", "3 and 4"), ("2 pi", "2 pi"),
         ("3 x", "3 x"), ("2 sin x", "2 sin x"), ("3 times 4", "3 times 4"), ("34 red apples", "34"),
-        ("5 percent", "5 percent"),
+        ("5 percent", "5 percent"), ("3 dozen eggs", "36"), (r"\$1.5\text{ million}", "1500000"), (r"\approx 17", "17"),
+        ("17 or more", "17 or more"), ("17 factorial", "17 factorial"), (r"\text{on}", r"\text{on}"),
+        (r"\text{34 apples}", "34"), (r"\frac\pi4", r"\frac{\pi}{4}"), (r"\dfrac 3\pi", r"\dfrac{3}{\pi}"),
         ("−3", "-3"), ("3\x00\n4", "3 4"), ("1e5", r"1 \cdot 10^{5}"), ("(1, 234)", "(1, 234)"), ("12345", "12345"),
         (r"1 & 2\\ 345", r"1 & 2\\ 345"), ("5!", "5!"),
     ],
@@ -118,7 +146,14 @@ def test_what_does_not_change_an_answer_goes(text: str, bare: str) -> None:
         (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{bmatrix} 1 & 2 \\ 3 & 4 \end{bmatrix}"),
         (r"\left(\frac12, 3\right)", "(0.5, 3)"), ("10!", "3628800"), ("4i+3", "3+4i"), (r"33\frac13", "100/3"),
         ("34", "$34$"), ("34", r"\boxed{34}"), ("34", r"$\boxed{34}$"), ("2^{100}", "1267650600228229401496703205376"),
-        (r"\text{New York}", "New York"),
+        (r"\text{New York}", "New York"), (r"0.\overline{3}", "1/3"), (r"-0.1\overline{6}", r"-\frac16"),
+        ("1 1/2", "3/2"), ("-1 1/2", "-1.5"), (r"1 \frac12", "3/2"), ("0.083333", "1/12"), ("1.50", "1.5"),
+        ("1.2e-7", r"1.2\times10^{-7}"), ("10^{-7}", "1/10000000"), (r"\text{On}", "on"), (r"\text{ab}", "ab"),
+        ("ba", "ab"), ("infinity", r"\infty"), (r"\text{infinity}", r"\infty"), (r"17\text{ million}", "17000000"),
+        (r"17\text{ or more}", r"17 \text{ or more}"), (r"3\text{ or }5", "5, 3"), ("5 percent", "5"),
+        ("6:40", r"6:40\text{ a.m.}"), ("6:40 AM", r"6:40\text{ a.m.}"), ("11:00", r"11{:}00"), ("4:6", "2:3"),
+        ("2/3", "2:3"), ("1/12", "5:60"), (r"\text{(B) }17", "B"), (r"\text{(B) }17", "17"), ("(B) 17", "17"), (r"\textbf{(B)}\ 17", "B"),
+        (r"\frac\pi4", r"\frac{\pi}{4}"), (r"5\mathrm{i}", "5i"),
     ],
 )  # fmt: skip
 def test_right(given: str, gold: str) -> None:
@@ -133,6 +168,14 @@ def test_right(given: str, gold: str) -> None:
         ("x = 5", "6"), (r"\Delta", r"\Gamma"), ("silent", "listen"), ("34 or 35", "34"), (r"34 \text{ and } 35", "34"),
         ("1/0", "0"), (r"\frac{0}{0}", "1"), (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}2\\1\end{pmatrix}"),
         ("34, 35", "34"), ("x", "34"), (r"\infty", "34"), (r"\mathbb{R}", "34"), (r"\frac{}", "34"), ("!", "34"),
+        (r"\text{on}", r"\text{no}"), (r"\text{TOP}", r"\text{POT}"), ("on", r"\text{no}"), (r"\text{ba}", "ab"),
+        (r"6:40\text{ a.m.}", r"6:40\text{ p.m.}"), ("3:20", "6:40"), ("1/6", "6:36"), ("1.2", "12 p.m."),
+        ("6 p.m.", "6 a.m."), ("1.2e-7", r"1.3\times10^{-7}"), ("0.0000002", "1/10000000"), ("0.0000001", "0"),
+        (r"6.02\times10^{-34}", r"6.63\times10^{-34}"), (r"0.\overline{3}", "0.3"), ("1 1/2", "1"), ("(C) 17", "B"),
+        (r"\text{(C) }18", "17"), (r"5\text{ dollars and }30\text{ cents}", "5"), (r"5\mathrm{i}", "5"),
+        (r"17\text{ million}", "17"), (r"17\text{ factorial}", "17"), (r"17\text{ pi}", "17"), (r"17\text{ i}", "17"),
+        (r"17\text{ or more}", "17"), (r"17\text{ squared}", "17"), (r"17\text{ hundred thousand}", "17"),
+        ("17 factorial", "17"), ("17 or more", "17"), ("17 squared", "17"), (r"3\text{ dozen}", "3"),
         (r"0 < x", "34"), (r"\{\}", "34"), (r"\text{any number}", "34"), (r"[0, 100]", "34"),
     ],
 )  # fmt: skip
@@ -157,6 +200,10 @@ def test_no_answer_is_wrong(response: str) -> None:
         r"\boxed{x = 34, x = 35}",
         "Answer: 33, 34, 35",
         "The answer is 33 or 34.",
+        "The answer is 33, or maybe 34.",
+        "Answer: $34$ or $33$",
+        "Answer: $33$ or $34$",
+        "Answer: $34$ or 33",
         r"The answer is $33$, \boxed{33}, \boxed{34}",
     ],
 )
@@ -196,6 +243,30 @@ def test_a_time_limit_holds_where_everything_is_caught() -> None:
     with pytest.raises(TimeoutError), limited(0.1, 2**30):
         deaf()
     assert time.monotonic() - start < 2
+
+
+def test_an_alarm_rings_in_the_body_alone() -> None:
+    """On the way out, where the first alarm is caught, a second one would escape."""
+    names: dict[str, Any] = {}
+    exec(compile("def leave(ring, sys): ring(14, sys._getframe())", contextlib.__file__, "exec"), names)
+    reached: list[str] = []
+
+    def body() -> None:
+        ring: Any = signal.getsignal(signal.SIGALRM)
+        names["leave"](ring, sys)
+        reached.append("the way out")
+        ring(signal.SIGALRM, sys._getframe())
+        reached.append("what follows the alarm")
+
+    with pytest.raises(TimeoutError), limited(5.0, 2**30):
+        body()
+    assert reached == ["the way out"]
+
+
+def test_deep_brackets_are_not_parsed() -> None:
+    start = time.monotonic()
+    assert score(r"\boxed{" + "(" * 41 + "1+x" + ")" * 41 + "}", "x+2") == 0.0
+    assert time.monotonic() - start < 1
 
 
 def test_a_memory_limit_ends_with_its_body() -> None:
@@ -261,7 +332,10 @@ def test_equal_answers_are_one_text(same: tuple[str, ...]) -> None:
 
 
 def test_different_answers_are_different_texts() -> None:
-    numbers, words = ("1/3", "1/4", "1.5"), ("A", "B", "x", "listen", "silent", r"\alpha", r"\beta")
+    numbers, words = (
+        ("1/3", "1/4", "1.5", "6:40", "3:20", "3 dozen", r"3\text{ or more}"),
+        ("A", "B", "x", "listen", "silent", r"\alpha", r"\text{on}", r"\text{no}"),
+    )
     texts = (*numbers, *words, "(1,2)", "[1,2]", "1,2", r"\frac{}", "2^")
     assert len({answer(rf"\boxed{{{text}}}") for text in texts}) == len(texts)
     assert answer("I do not know.\nReally.") is None
@@ -307,6 +381,7 @@ def test_names_that_could_be_programs_are_not_evaluated(monkeypatch: pytest.Monk
     monkeypatch.setattr(answers, "_WORDS", re.compile("(?!)()()"))  # the first of the two guards is off
     answers._expression.cache_clear()
     assert answers._expression(rf"\text{{{PROGRAM}}}+1") is None
+    assert not answers._is_harmless('x\\\n__import__("os")')
     assert answers._expression(r"x_{1} + \alpha + \bar{ab} + f(x)") is not None
     answers._expression.cache_clear()
 
@@ -359,8 +434,8 @@ def test_it_scores_from_a_thread_and_stops_when_nothing_can_be_scored() -> None:
     with Verifier(TASK, workers=1) as verifier, ThreadPoolExecutor(1) as pool:
         scores = pool.submit(verifier.score, problems("1/3", "1/3"), [r"\boxed{\frac{2}{6}}", r"\boxed{\frac{2}{5}}"])
         assert scores.result() == [1.0, 0.0]
-        with pytest.raises(VerifierError, match=r"none of the 2 answers.*'problem 0': ValueError: the gold answer"):
-            verifier.score(problems(r"\frac{1}{0}", r"\{"), ["1", "2"])
+        with pytest.raises(VerifierError, match=r"none of the 8 answers.*'problem 0': ValueError: the gold answer"):
+            verifier.score(problems(r"\frac{1}{0}", *[r"\{"] * 7), ["1", *["2"] * 7])
         assert verifier.score(problems("1", r"\frac{1}{0}", "3", "4"), ["1", "2", "0", "0"]) == [1.0, None, 0.0, 0.0]
         assert "gold answer" in verifier.unscored["raised"].reason
 

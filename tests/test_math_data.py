@@ -208,9 +208,12 @@ def test_repeats_conflicts_and_gaps_are_left_out_and_counted(tmp_path: Path) -> 
         "plain",
         [
             ("What is  1 + 1?", "2"),
-            ("x²?", "4"),
+            ("caf\u00e9?", "4"),
             ("\nWhat is\t1 + 1?", "2"),  # a repeat but for white space
-            ("x2?", "4"),  # a repeat by NFKC
+            ("cafe\u0301?", "4"),  # a repeat by NFC
+            ("2⁵?", "32"),  # not 25
+            ("25?", "25"),
+            ("x2?", "6"),
             ("X2?", "5"),  # another question: case counts
             ("2 + 2?", "4"),
             ("2 + 2?", "5"),  # a conflict
@@ -225,12 +228,15 @@ def test_repeats_conflicts_and_gaps_are_left_out_and_counted(tmp_path: Path) -> 
     assert task.notes() == []  # nothing was read yet
     assert pairs(task.problems("heldout")) == [
         ("What is  1 + 1?", "2"),
-        ("x²?", "4"),
+        ("caf\u00e9?", "4"),
+        ("2⁵?", "32"),
+        ("25?", "25"),
+        ("x2?", "6"),
         ("X2?", "5"),
         ("1 + 1, then?", "2"),
     ]
     assert task.notes() == [
-        "task.heldout_data: 11 rows, 4 problems; left out: repeats 2, conflicting answers 3 (questions: 1), "
+        "task.heldout_data: 14 rows, 7 problems; left out: repeats 2, conflicting answers 3 (questions: 1), "
         "no question or no answer 2"
     ]
 
@@ -338,11 +344,28 @@ def test_nothing_that_is_held_out_is_trained_on(
 ) -> None:
     task = task_of(written(workshop, train), heldout_data=(str(written(workshop, heldout, "csv")),))
     splits = split_of(task)
-    assert not {q for q, _ in splits["train"]} & {q for q, _ in splits["heldout"]}
+    # Those that are left out of the held-out data are not trained on either: their answers conflict.
+    assert not {q for q, _ in splits["train"]} & {q for q, _ in heldout}
     assert split_of(task) == splits
     if splits["train"] and splits["heldout"]:
         ids = [problem.id for problem in both(task)]
         assert len(set(ids)) == len(ids)
+
+
+def test_a_question_that_is_held_out_without_an_answer_is_not_trained_on(tmp_path: Path) -> None:
+    train = write_rows(tmp_path / "train.jsonl", laid_out("plain", sums(4)))
+    rows = laid_out("plain", [(sums(4)[1][0], ""), (sums(4)[2][0], "1"), (sums(4)[2][0], "2"), ("5 + 5?", "10")])
+    task = task_of(train, heldout_data=(str(write_rows(tmp_path / "test.jsonl", rows)),))
+    assert pairs(task.problems("train")) == [sums(4)[0], sums(4)[3]]
+    assert pairs(task.problems("heldout")) == [("5 + 5?", "10")]
+    assert task.notes()[-1] == "2 problems of task.data are not trained on: they are held out"
+
+
+def test_few_held_out_problems_are_said_to_be_few(tmp_path: Path) -> None:
+    task = task_of(write_rows(tmp_path / "sums.csv", laid_out("gsm8k", sums(100))), heldout_share=0.05)
+    count = len(task.problems("heldout"))
+    assert 0 < count < 10
+    assert task.notes()[-1].startswith(f"held out: {count} of these problems; so few say little: raise task.heldout_sh")
 
 
 def test_the_share_held_out_is_that_asked_for(tmp_path: Path) -> None:
@@ -351,7 +374,7 @@ def test_the_share_held_out_is_that_asked_for(tmp_path: Path) -> None:
         task = task_of(path, heldout_share=share)
         count = len(task.problems("heldout"))
         assert count == pytest.approx(4000 * share, abs=4 * (4000 * share * (1 - share)) ** 0.5)
-        assert task.notes() == ["task.data: 4,000 rows, 4,000 problems", f"{count:,} of these problems are held out"]
+        assert task.notes() == ["task.data: 4,000 rows, 4,000 problems", f"held out: {count:,} of these problems"]
         # The data's order is kept.
         numbers = [int(problem.id.partition("/")[2]) for problem in task.problems("train")]
         assert numbers == sorted(numbers)
@@ -370,18 +393,18 @@ def test_empty_splits_are_errors_with_their_remedy(tmp_path: Path) -> None:
     one = write_rows(tmp_path / "one.jsonl", laid_out("plain", sums(1)))
     none = write_rows(tmp_path / "none.jsonl", laid_out("plain", [("1 + 1?", "")]))
     with pytest.raises(
-        ValueError, match=r"none of the 1 problems of task.data falls to the split 'heldout'.*raise task.h"
+        ValueError, match=r"no problem of task.data \(1 row, 1 problem\) falls to the split 'heldout'.*raise task.h"
     ):
         task_of(one, heldout_share=1e-9).problems("heldout")
     with pytest.raises(ValueError, match=r"falls to the split 'train'.*lower task.heldout_share"):
         task_of(one, heldout_share=1 - 1e-9).problems("train")
-    with pytest.raises(ValueError, match=r"all 1 problems of task.data are held out, too"):
+    with pytest.raises(ValueError, match=r"all of task.data is held out, too \(1 row, 1 problem\)"):
         task_of(one, heldout_data=(str(one),)).problems("train")
     with pytest.raises(
-        ValueError, match=r"task.data has no problem: 1 rows, 0 problems; left out: no question or no answer 1"
+        ValueError, match=r"task.data has no problem: 1 row, 0 problems; left out: no question or no answer 1"
     ):
         task_of(none).problems("train")
-    with pytest.raises(ValueError, match=r"task.heldout_data has no problem: 1 rows"):
+    with pytest.raises(ValueError, match=r"task.heldout_data has no problem: 1 row,"):
         task_of(one, heldout_data=(str(none),)).problems("heldout")
     with pytest.raises(ValueError, match=r"nothing to train on: task.data is empty"):
         held_out_alone(one).problems("train")
@@ -425,6 +448,8 @@ def test_the_data_may_follow_the_name() -> None:
         ({"data": ("a.csv",), "heldout_share": 0.0}, "heldout_share is 0.0; it must be between 0 and 1"),
         ({"data": ("a.csv",), "heldout_share": float("nan")}, "heldout_share is nan"),
         ({"data": ("a.csv",), "verifier": "mathverify"}, "task.verifier is 'mathverify'; choose math_verify, or"),
+        ({"data": ("a.csv",), "verifier": ":"}, "task.verifier is ':'; choose math_verify, or"),
+        ({"data": ("a.csv",), "verifier": "my_checks:"}, "task.verifier is 'my_checks:'; choose math_verify, or"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(fields: dict[str, Any], message: str) -> None:
@@ -481,6 +506,22 @@ def test_a_damaged_parquet_file_is_named(tmp_path: Path) -> None:
     scratched.write_bytes(content[:4] + bytes(2000) + content[2004:])
     with pytest.raises(ValueError, match=r"scratched.parquet cannot be read"):
         held_out_alone(scratched).problems("heldout")
+
+
+def test_a_parquet_file_that_names_a_column_twice_is_named(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    table = pyarrow.table([["1?"], ["1"], ["2"]], names=["prompt", "answer", "answer"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"a.parquet names a column twice: prompt, answer, answer"):
+        held_out_alone(tmp_path / "a.parquet").problems("heldout")
+
+
+def test_a_cell_of_a_csv_file_may_be_long(tmp_path: Path) -> None:
+    question = "1 + " * 100_000 + "1?"
+    path = write_rows(tmp_path / "a.csv", laid_out("aime", [(question, "100001")]))
+    assert pairs(held_out_alone(path).problems("heldout")) == [(question, "100001")]
 
 
 def test_files_begin_with_a_byte_order_mark_or_end_without_a_newline(tmp_path: Path) -> None:
@@ -609,11 +650,33 @@ def test_a_verifier_of_ones_own_scores_in_a_worker(tmp_path: Path, monkeypatch: 
     ],
 )
 def test_a_verifier_that_is_none_is_named(verifier: str, message: str, tmp_path: Path) -> None:
-    task = Math(data=("a.csv",), verifier=verifier)
-    with pytest.raises(ValueError, match=message):
-        task.prepare()
+    path = write_rows(tmp_path / "a.csv", laid_out("aime", sums(2)))
+    task = Math(heldout_data=(str(path),), verifier=verifier)
+    for asked in (task.prepare, lambda: task.problems("heldout")):
+        with pytest.raises(ValueError, match=message):
+            asked()
     with pytest.raises(VerifierError, match=message), Verifier(task, workers=1) as guarded:
         guarded.score([Problem("x", "", "1")], ["1"])
+
+
+def test_a_verifier_whose_module_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "failing_checks.py").write_text("1 / 0\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"verifier 'failing_checks:f': its module fails \(ZeroDivisionError: "):
+        Math(data=("a.csv",), verifier="failing_checks:f").problems("train")
+
+
+def percents(response: str, reference: str) -> float:
+    return float(response)
+
+
+def test_no_score_is_above_that_of_a_right_answer() -> None:
+    """One in percent would make 2 % a right answer; below 0 is a penalty."""
+    task = Math(data=("a.csv",), verifier="test_math_data:percents")
+    problem = Problem("x", "", "1")
+    assert [task.score(problem, response) for response in ("1", "0.5", "-1")] == [1.0, 0.5, -1.0]
+    with pytest.raises(ValueError, match=r"returned 85.0, but the highest score is 1"):
+        task.score(problem, "85")
 
 
 def test_a_missing_math_verify_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,9 +152,7 @@ def test_train_without_anything_says_what_it_wants(capsys: pytest.CaptureFixture
     assert "a preset such as 'arithmetic'" in capsys.readouterr().err
 
 
-def test_answers_that_cannot_be_scored_are_said_and_counted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_answers_that_cannot_be_scored_are_said_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "run"
     config = small(task="helpers_training:SometimesUnscored", output=str(output))
     summary, _ = run(config, display=Console())

@@ -132,10 +132,10 @@ def test_an_endless_verifier_is_killed_with_its_children(verifier: Verifier, tmp
 
 
 def test_nothing_scored_stops_the_run_with_the_first_reason(verifier: Verifier) -> None:
-    with pytest.raises(VerifierError, match=r"none of the 3 answers.*'problem 0': ZeroDivisionError: why") as e:
-        score(verifier, "raise why", "raise other", "none")
+    with pytest.raises(VerifierError, match=r"none of the 8 answers.*'problem 0': ZeroDivisionError: why") as e:
+        score(verifier, "raise why", *["raise other"] * 6, "none")
     assert "Scripted" in str(e.value)
-    assert counts(verifier) == {"raised": 2, "declined": 1}
+    assert counts(verifier) == {"raised": 7, "declined": 1}
 
 
 def test_one_problem_without_a_score_is_not_a_broken_verifier(verifier: Verifier) -> None:
@@ -263,7 +263,7 @@ def test_an_inline_verifier_runs_here_with_the_same_rules() -> None:
         assert score(verifier, "pid", "raise x", "nan") == [float(os.getpid()), None, None]
         assert counts(verifier) == {"raised": 1, "not_a_number": 1}
         with pytest.raises(VerifierError, match="ZeroDivisionError: x"):
-            score(verifier, "raise x", "raise y")
+            score(verifier, "raise x", *["raise y"] * 7)
 
 
 @pytest.mark.parametrize(

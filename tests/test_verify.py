@@ -28,6 +28,8 @@ def exact(response, gold):
             pass
     if response == "half":
         return 0.5
+    if response == "much":
+        return 7.0
     return None if response == "?" else float(response == gold)
 
 def broken(response, gold):
@@ -85,6 +87,7 @@ def test_pairs_of_answer_and_gold(tmp_path: Path, capsys: pytest.CaptureFixture[
         (("answer", "reference"), ()),
         (("said", "true"), ("--response", "said", "--gold", "true")),
         (("answer", "true"), ("--gold", "true")),
+        (("Response", "Answer"), ()),
         (("gold", "answer"), ("--response", "gold", "--gold", "answer")),
     ],
 )
@@ -93,7 +96,7 @@ def test_columns(
 ) -> None:
     rows = [{"id": 7, names[0]: "Answer: 5", names[1]: "5"}]
     assert main(["verify", write(tmp_path / "a.jsonl", rows), "--workers", "1", *options]) == 0
-    assert f"response {names[0]!r}, gold {names[1]!r}" in capsys.readouterr().out
+    assert f": 1 row, response {names[0]!r}, gold {names[1]!r}" in capsys.readouterr().out
 
 
 def test_parquet_with_nested_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,14 +125,15 @@ def test_standard_input(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
 
 @pytest.mark.usefixtures("own")
 def test_a_verifier_of_your_own_runs_under_the_same_guard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [{"response": text, "gold": "a"} for text in ("a", "b", "half", "?", "hang", "a")]
+    rows = [{"response": text, "gold": "a"} for text in ("a", "b", "half", "?", "hang", "a", "much")]
     options = ["--verifier", "own_checks:exact", "--deadline", "0.5"]
     assert main(["verify", write(tmp_path / "a.jsonl", rows), *options]) == 0
     printed = capsys.readouterr().out
-    assert table(printed) == {"right": 2, "wrong": 2, "not scored": 2}
+    assert "returned 7.0, but the highest score is 1" in " ".join(printed.split())
+    assert table(printed) == {"right": 2, "wrong": 2, "not scored": 3}
     assert re.search(r"^declined +1, the first in row 4: ", printed, re.M)
     assert re.search(r"^late +1, the first in row 5: .* deadline of 0\.5 s$", printed, re.M)
-    assert "mean       0.625" in printed
+    assert "mean       0.625, of scores from 0 to 1" in printed
 
 
 @pytest.mark.usefixtures("own")
@@ -142,8 +146,10 @@ def test_nothing_scored_is_exit_code_1_with_the_reason(tmp_path: Path, capsys: p
     assert [json.loads(line)["why"] for line in output.read_text().splitlines()] == [
         "raised: RuntimeError: it is broken"
     ] * 4
-    declined = write(tmp_path / "b.jsonl", [{"response": "?", "gold": "a"}])
-    assert main(["verify", declined, "--verifier", "own_checks:exact"]) == 1
+    for count in (1, 2):
+        declined = write(tmp_path / "b.jsonl", [{"response": "?", "gold": "a"}] * count)
+        assert main(["verify", declined, "--verifier", "own_checks:exact"]) == 1
+        assert "the first, in row 1: its verifier returned None" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("own")
@@ -155,15 +161,16 @@ def test_nothing_scored_is_exit_code_1_with_the_reason(tmp_path: Path, capsys: p
         (
             [{"q": "1", "gold": "2"}],
             [],
-            "none of the columns response, completion, prediction, answer; its columns: q, gold",
+            "no column of responses (response, completion, prediction, answer) besides 'gold', which holds the other; "
+            "its columns: q, gold. Name one by --response",
         ),
-        ([{"answer": "1"}], [], "none of the columns response"),
+        ([{"answer": "1", "question": "?"}], [], "besides 'answer', which holds the other; its columns: answer, quest"),
         ([{"response": "1"}], [], "Name one by --gold"),
-        ([{"answer": None, "gold": "1"}], [], "row 1: there is no 'answer'"),
         ([{"answer": "1", "gold": ["1", "2"]}], [], "row 1: 'answer' and 'gold' must be texts or numbers"),
         ([], [], "has no rows"),
         (ROWS, ["--verifier", "own_checks:missing"], "the module has no function 'missing'"),
         (ROWS, ["--verifier", "no_such_module:f"], "cannot be imported"),
+        (ROWS, ["--output", "scored.csv"], "scored.csv would not be a .csv file; name it scored.jsonl"),
         (ROWS, ["--output", "no/such/directory/scored.jsonl"], "there is no directory"),
     ],
 )
@@ -174,6 +181,48 @@ def test_a_mistake_in_what_was_asked_is_exit_code_2(
     printed = capsys.readouterr()
     assert message in printed.err
     assert printed.out == ""
+
+
+def test_nothing_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(tmp_path / "a.jsonl", ROWS)
+    before = Path(file).read_bytes()
+    assert main(["verify", file, "--output", file]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert Path(file).read_bytes() == before
+
+
+def test_an_empty_response_is_a_wrong_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"answer": answer, "gold": "1"} for answer in ("1", None, " ")]
+    output = tmp_path / "scored.jsonl"
+    assert main(["verify", write(tmp_path / "a.jsonl", rows), "--workers", "1", "--output", str(output)]) == 0
+    printed = capsys.readouterr().out
+    assert table(printed) == {"right": 1, "wrong": 2, "not scored": 0}
+    assert re.search(r"^empty +2, the first in row 2:", printed, re.M)
+    assert [json.loads(line)["answer"] for line in output.read_text().splitlines()] == ["1", None, " "]
+
+
+def test_decisions_that_differ_from_those_of_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As where the answers are of another task, whose verifier does not look for mathematics."""
+    answers = [("1 7 ANS 2 1 #", "21", 1.0), ("ANS 1 #", "2", 0.0), ("3", "3", None), ("4", "4", 1)]
+    rows = [{"response": response, "gold": gold, "score": score} for response, gold, score in answers]
+    assert main(["verify", write(tmp_path / "a.jsonl", rows), "--workers", "1"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert (
+        "differing 2 of 4 decisions from the file's column 'score', the first in row 1: right there, wrong" in printed
+    )
+    assert "another task" in printed
+    assert main(["verify", write(tmp_path / "b.jsonl", rows[1::2]), "--workers", "1"]) == 0
+    assert "none of 2 decisions" in capsys.readouterr().out
+    words = [{"response": "1", "gold": "1", "score": "high"}]
+    assert main(["verify", write(tmp_path / "c.jsonl", words), "--workers", "1"]) == 0
+    assert not re.search("^differing", capsys.readouterr().out, re.M)
+
+
+def test_help_fits(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit):
+        main(["verify", "--help"])
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 100
 
 
 def test_other_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

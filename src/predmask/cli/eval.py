@@ -52,9 +52,9 @@ examples:
   predmask eval runs/... --samples 32 --answers answers.jsonl      the same, keeping every answer
   predmask eval Qwen/Qwen3-4B --task math --data aime24.parquet --samples 16 --prompt.chat \\
       --rollout.max_new_tokens 8192 --engine vllm --table aime24-qwen3-4b.parquet
-  predmask verify answers.jsonl                                    those answers scored anew
+  predmask verify answers.jsonl                                    mathematics scored anew
 
-Ctrl-C ends it; --answers keeps what was answered so far.
+Ctrl-C ends it; --answers keeps what was answered so far. No file that exists is replaced.
 """
 
 
@@ -116,11 +116,11 @@ def run(args: argparse.Namespace) -> int:
             stack.close()  # the bar would be over the line
             print(f"interrupted{kept}", file=sys.stderr)
             return 130
+    print("\n".join(evaluation_lines(found)), flush=True)  # first: a disk may be full
     if args.table:
         write_table(found.evaluation, args.table)
     if args.json:
         args.json.write_text(json.dumps(to_json(found), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    print("\n".join(evaluation_lines(found)))
     say_written(args)
     return 0
 

@@ -7,14 +7,17 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from predmask.analysis.text import visible
 from predmask.train.config import Config
 from predmask.train.options import to_toml
 from predmask.train.plan import DryRun
 from predmask.train.plan.memory import Place
+from predmask.train.plan.needs import size_text
 from predmask.train.plan.remedies import Remedy
 from predmask.train.presets import LEGEND, Preset
 
 _WIDTH = 40
+_COLUMNS = 100
 _SOURCES = 46
 """The column at which a value's source stands."""
 _STANDS = {True: "fits", False: "DOES NOT FIT", None: "free memory is not known here"}
@@ -73,10 +76,11 @@ def _memory(found: DryRun) -> Iterator[str]:
         for item in found.memory.items:
             if item.place == place:
                 when = "" if item.phase == "always" else f"{item.phase}: "
-                yield f"  {item.name.ljust(_WIDTH)}{_gb(item.bytes):>10}  {when}{item.how}"
+                line = f"  {item.name.ljust(_WIDTH)}{size_text(item.bytes):>10}  {when}{item.how}"
+                yield from _wrapped(line, _WIDTH + 14)
         total = f"at most, in phase {worst!r}".ljust(_WIDTH)
         mark = "!" if found.fits(place) is False else " "
-        yield f"{mark} {total}{_gb(found.memory.peak(place)):>10}  {_stands(found, place)}"
+        yield f"{mark} {total}{size_text(found.memory.peak(place)):>10}  {_stands(found, place)}"
         if place != found.places[-1]:
             yield ""
 
@@ -86,7 +90,7 @@ def _stands(found: DryRun, place: Place) -> str:
     verdict = _STANDS[found.fits(place)]
     if free is None:
         return "DOES NOT FIT: this machine has no GPU" if place == "accelerator" else verdict
-    return f"of {_gb(free)} free: {verdict}"
+    return f"of {size_text(free)} free: {verdict}"
 
 
 def _remedies(found: DryRun) -> Iterator[str]:
@@ -101,10 +105,11 @@ def _remedies(found: DryRun) -> Iterator[str]:
     yield "What lowers it"
     for remedy in shown:
         fits = ", which fits" if found.fits(place, remedy.plan) else ""
-        yield f"  {remedy.options}"
-        yield f"      to {_gb(remedy.plan.peak(place))}{fits}: {remedy.effect}"
+        yield from _wrapped(f"  {remedy.options}", 6)
+        yield f"      to {size_text(remedy.plan.peak(place))}{fits}: {remedy.effect}"
     if found.machine.gpu and found.gpus is not None:
-        yield f"  {found.gpus} GPUs of this size, in a trainer that shards weights and optimiser state, such as verl"
+        many = f"{found.gpus} GPU{'' if found.gpus == 1 else 's'} of this size"
+        yield f"  {many}, in a trainer that shards weights and optimiser state, such as verl"
         yield "      predmask trains on one GPU"
 
 
@@ -112,7 +117,8 @@ def _needs(found: DryRun) -> Iterator[str]:
     yield f"Needed (sizes of the model are {found.model.source})"
     for need in found.needs:
         mark = " " if need.met else "!"
-        yield f"{mark} {need.kind:<9}{need.name}: {need.state}{f' ({need.detail})' if need.detail else ''}"
+        line = f"{mark} {need.kind:<9}{need.name}: {need.state}{f' ({need.detail})' if need.detail else ''}"
+        yield from _wrapped(visible(line), 11)
 
 
 def _verdict(found: DryRun) -> str:
@@ -122,5 +128,6 @@ def _verdict(found: DryRun) -> str:
     return f"dry run: this cannot run here as it is; see the {marked} line{'s' if marked > 1 else ''} marked !"
 
 
-def _gb(size: int) -> str:
-    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
+def _wrapped(line: str, indent: int) -> list[str]:
+    """At spaces alone, for names and options are copied from here."""
+    return textwrap.wrap(line, _COLUMNS, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)

@@ -37,9 +37,12 @@ class Progress:
 
     def _line(self, stage: str, done: int, total: int) -> None:
         if stage != self._stage:
-            self._say(f"{stage}{f' {total} {self._unit}s' if total else ''}")
+            self._say(f"{stage}{f' {self._units(total)}' if total else ''}")
         elif 0 < done < total and time.monotonic() - self._said > _SECONDS:
-            self._say(f"{stage} {done} of {total} {self._unit}s")
+            self._say(f"{stage} {done} of {self._units(total)}")
+
+    def _units(self, count: int) -> str:
+        return f"{count} {self._unit}{'' if count == 1 else 's'}"
 
     def _say(self, line: str) -> None:
         print(line, file=sys.stderr, flush=True)

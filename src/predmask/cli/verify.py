@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import math
 import sys
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 _RESPONSES = ("response", "completion", "prediction", "answer")
 _GOLDS = ("gold", "reference", "ground_truth", "reward_model.ground_truth", "answer")
+_SCORE = "score"
+"""The column in which a file has the scores of another time."""
 _HELP = f"""\
 Each row of FILE holds a response and a gold answer. The verifier says for each whether it is right,
 in processes that are killed and replaced where an answer takes too long: what could not be scored
@@ -38,14 +41,16 @@ are named with dots, such as reward_model.ground_truth:
 Which part of a response is its answer, and what is equal, is said in docs/math.md. In short: the
 last \\boxed{{...}}, or else what follows "Answer:", or else the last formula or number; equal as
 math-verify has it. A verifier of your own is a function (response, gold) that returns 1.0 for a
-right answer, 0.0 for a wrong one, and None for one that it cannot score.
+right answer, 0.0 for a wrong one, and None for one that it cannot score. A row whose response is
+null or empty counts as an answer, too. Where the file has a column score, as after `predmask eval`,
+it is said how many decisions differ from it.
 
 examples:
-  predmask verify answers.jsonl                               rows such as {{"answer": "1/3", "gold": "\\\\frac26"}}
-  predmask verify answers.jsonl --output scored.jsonl         each row with score, extracted, why
+  predmask verify answers.jsonl                  rows such as {{"answer": "1/3", "gold": "\\\\frac26"}}
+  predmask verify answers.jsonl --output scored.jsonl    each row with score, extracted, why
   predmask verify samples.parquet --response text --gold solution
   predmask verify answers.jsonl --verifier my_checks:exact --workers 8 --deadline 2
-  predmask eval runs/... --answers answers.jsonl && predmask verify answers.jsonl
+  predmask eval runs/... --answers answers.jsonl && predmask verify answers.jsonl  of the task math
   zcat answers.jsonl.gz | predmask verify -
 
 exit code: 0; 1 if not a single answer could be scored; 2 for a mistake in what was asked
@@ -92,13 +97,14 @@ class _Row(NamedTuple):
     response: str
     gold: str
     cells: dict[str, Any]
-    """All that stands in it, where that is to be written."""
+    """What stands in it: the columns that are read, and where they are to be written, all."""
 
 
 def run(args: argparse.Namespace) -> int:
     """Score and print the table."""
+    from predmask.analysis.text import visible
     from predmask.tasks import Problem
-    from predmask.tasks.math import Math
+    from predmask.tasks.math import MATH_VERIFY, Math, find_verifier
     from predmask.tasks.verifier import Verifier, VerifierError
     from predmask.train.config import ConfigError
 
@@ -108,10 +114,12 @@ def run(args: argparse.Namespace) -> int:
             columns = _columns(table, args.response, args.gold)
             rows = list(_rows(table, *columns, whole=args.answers is not None))
         task = Math(heldout_data=(args.file,), verifier=args.verifier)
+        if args.verifier != MATH_VERIFY:
+            find_verifier(args.verifier)
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
-    failed, begun, ready = "", time.monotonic(), None
+    begun, ready = time.monotonic(), None
     with (
         Progress("answer") as bar,
         Verifier(task, workers=args.workers, deadline=args.deadline, batch_deadline=math.inf) as verifier,
@@ -129,20 +137,23 @@ def run(args: argparse.Namespace) -> int:
         except VerifierError as error:
             if not error.grades:
                 raise
-            grades, failed = error.grades, str(error)
+            grades = error.grades
         ended = time.monotonic()
-    if args.answers:
-        _write(args.answers, rows, grades)
-    print(f"file       {_shown(args.file)}: {len(rows):,} rows, response {columns[0]!r}, gold {columns[1]!r}")
+    count = f"{len(rows):,} row{'' if len(rows) == 1 else 's'}"
+    print(f"file       {_shown(args.file)}: {count}, response {columns[0]!r}, gold {columns[1]!r}")
     processes = f"{args.workers} process{'es' if args.workers > 1 else ''}"
     print(f"verifier   {args.verifier}, {processes}, {args.deadline:g} s an answer")
     print("\n".join(_lines(rows, grades)))
     seconds, starting = ended - (ready or begun), (ready or begun) - begun
     print(f"speed      {len(rows) / seconds:,.0f} answers/s: {seconds:.1f} s, after {starting:.1f} s of starting")
+    if args.answers:
+        _write(args.answers, rows, grades)
     say_written(args)
-    if failed:
-        print(f"predmask: {failed}", file=sys.stderr)
-    return 0 if any(grade.score is not None for grade in grades) else 1
+    if all(grade.score is None for grade in grades):
+        reason = visible(f"row {rows[0].number}: {grades[0].reason}")
+        print(f"predmask: not a single answer could be scored; the first, in {reason}", file=sys.stderr)
+        return 1
+    return 0
 
 
 # --- rows in and out -----------------------------------------------------------------------------------------
@@ -166,28 +177,38 @@ def _table(file: str) -> Iterator[Table]:
 
 def _columns(table: Table, response: str | None, gold: str | None) -> tuple[str, str]:
     """The columns of responses and gold answers; ValueError names those that were found."""
+    from predmask.tasks.math.layouts import finder
+
     if not table.columns:
         raise ValueError(f"{table.name} has no rows")
+    find = finder(table.columns)
     found = f"its columns: {', '.join(table.columns)}"
-    for option, column in (("--response", response), ("--gold", gold)):
-        if column is not None and column not in table.columns:
+
+    def named(column: str | None, option: str) -> str | None:
+        if column is not None and find(column) is None:
             raise ValueError(f"{table.name} has no column {column!r}, which {option} names; {found}")
+        return column and find(column)
 
-    def first(names: Sequence[str], taken: str | None, option: str) -> str:
-        for name in names:
-            if name in table.columns and name != taken:
-                return name
-        raise ValueError(f"{table.name} has none of the columns {', '.join(names)}; {found}. Name one by {option}")
+    def first(names: Sequence[str], what: str, taken: str | None, option: str) -> str:
+        for column in map(find, names):
+            if column is not None and column != taken:
+                return column
+        besides = "" if taken is None else f" besides {taken!r}, which holds the other"
+        raise ValueError(
+            f"{table.name} has no column of {what} ({', '.join(names)}){besides}; {found}. Name one by {option}"
+        )
 
-    gold = gold or first(_GOLDS, response, "--gold")
-    return response or first(_RESPONSES, gold, "--response"), gold
+    response, gold = named(response, "--response"), named(gold, "--gold")
+    gold = gold or first(_GOLDS, "gold answers", response, "--gold")
+    return response or first(_RESPONSES, "responses", gold, "--response"), gold
 
 
 def _rows(table: Table, response: str, gold: str, *, whole: bool) -> Iterator[_Row]:
     from predmask.tasks.math.layouts import answer_of
 
     empty = True
-    columns = list(dict.fromkeys((response, gold, *(table.columns if whole else ()))))
+    scored = [column for column in table.columns if column == _SCORE]
+    columns = list(dict.fromkeys((response, gold, *scored, *(table.columns if whole else ()))))
     for number, values in table.rows(columns):
         empty, cells = False, dict(zip(columns, values, strict=True))
         try:
@@ -198,9 +219,7 @@ def _rows(table: Table, response: str, gold: str, *, whole: bool) -> Iterator[_R
                 f"{table.name}, row {number}: {response!r} and {gold!r} must be texts or numbers, but one is a list or "
                 "an object; name other columns by --response and --gold"
             ) from error
-        if cells[response] is None:
-            raise ValueError(f"{table.name}, row {number}: there is no {response!r}; leave the row out, or give it one")
-        yield _Row(number, text, reference, cells if whole else {})
+        yield _Row(number, text, reference, cells)
     if empty:
         raise ValueError(f"{table.name} has no rows")
 
@@ -220,6 +239,9 @@ def _write(path: Path, rows: Sequence[_Row], grades: Sequence[Grade]) -> None:
 def _lines(rows: Sequence[_Row], grades: Sequence[Grade]) -> Iterator[str]:
     from predmask.analysis.text import percent, visible
 
+    def wrapped(line: str) -> list[str]:
+        return textwrap.wrap(visible(line), 100, subsequent_indent=" " * 11)
+
     scores = [grade.score for grade in grades if grade.score is not None]
     right = sum(score >= 1.0 for score in scores)
 
@@ -238,11 +260,37 @@ def _lines(rows: Sequence[_Row], grades: Sequence[Grade]) -> Iterator[str]:
             kinds.setdefault(grade.kind, []).append(place)
     for kind, places in kinds.items():
         first = f"{len(places):,}, the first in row {rows[places[0]].number}: {grades[places[0]].reason}"
-        yield from textwrap.wrap(visible(f"{kind:<10} {first}"), 100, subsequent_indent=" " * 11)
+        yield from wrapped(f"{kind:<10} {first}")
+    if empty := [row.number for row in rows if not row.response.strip()]:
+        yield from wrapped(f"empty      {len(empty):,}, the first in row {empty[0]}: nothing stands in the response")
     if scores and kinds:
         yield f"right      {percent(right / len(scores), 1)} of the answers that could be scored"
     if scores and set(scores) - {0.0, 1.0}:
-        yield f"mean       {math.fsum(scores) / len(scores):.3f}, of scores between 0 and 1"
+        yield f"mean       {math.fsum(scores) / len(scores):.3f}, of scores from {min(scores):g} to {max(scores):g}"
+    yield from itertools.chain.from_iterable(map(wrapped, _differences(rows, grades)))
+
+
+def _differences(rows: Sequence[_Row], grades: Sequence[Grade]) -> Iterator[str]:
+    """How the decisions differ from those of the file, if it has any."""
+    known = [
+        (row.number, _decision(row.cells[_SCORE]), _decision(grade.score))
+        for row, grade in zip(rows, grades, strict=True)
+        if _SCORE in row.cells and isinstance(row.cells[_SCORE], int | float | None)
+    ]
+    differing = [each for each in known if each[1] != each[2]]
+    if differing:
+        number, before, now = differing[0]
+        yield (
+            f"differing  {len(differing):,} of {len(known):,} decisions from the file's column {_SCORE!r}, the first "
+            f"in row {number}: {before} there, {now} here. math_verify is for mathematics; answers of another task, "
+            "or under another verifier, are scored by a function that --verifier names"
+        )
+    elif known:
+        yield f"differing  none of {len(known):,} decisions from the file's column {_SCORE!r}"
+
+
+def _decision(score: float | None) -> str:
+    return "not scored" if score is None else "right" if score >= 1.0 else "wrong"
 
 
 def _shown(file: str) -> str:

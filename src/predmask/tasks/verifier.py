@@ -22,6 +22,10 @@ from predmask.tasks.worker import STARTUP_SECONDS, Grade, Worker, attempt, text_
 __all__ = ["Grade", "Unscored", "Verifier", "VerifierError"]
 
 
+_FEW = 8
+"""Problems that may all be faulty, or hard, under a verifier that works."""
+
+
 class VerifierError(RuntimeError):
     """No answer of a batch could be scored, or a worker process cannot run the task at all."""
 
@@ -75,6 +79,7 @@ class Verifier:
             raise ValueError(f"batch_deadline is a positive number of seconds a batch may take, not {batch_deadline}")
         self.unscored: dict[str, Unscored] = {}
         self._task = task
+        self._name = getattr(task, "name", type(task).__name__)
         self._inline: bool = getattr(type(task), "inline_verifier", False)
         self._payload = b"" if self._inline else _pickled(task, f"the task {type(task).__name__}")
         self._limit = workers
@@ -116,9 +121,10 @@ class Verifier:
         Takes at most about `deadline * ceil(len(responses) / workers)`, never more than about `batch_deadline`, and the
         start of the workers. Threads that call at the same time take turns.
 
-        Raises `VerifierError`, with the first reason, if not a single answer could be scored or a worker cannot start,
-        and `ValueError` if the two sequences differ in length. Not one scored answer is no error if the task declined
-        all of them, or if all are to one problem (which may be hard, or faulty) and others were scored before.
+        Raises `VerifierError`, with the first reason, if a worker cannot start or not a single answer could be scored,
+        and `ValueError` if the two sequences differ in length. Once it has scored an answer, a batch without a score
+        is an error only if it is of eight problems or more (fewer may all be faulty, or hard) and the task did not
+        decline all of it.
         """
         if len(problems) != len(responses):
             raise ValueError(f"{len(problems)} problems but {len(responses)} responses")
@@ -127,26 +133,32 @@ class Verifier:
             self.unscored = _summary(problems, grades)
             if any(grade.score is not None for grade in grades):
                 self._proven = True
-            elif not (self._proven and len({problem.id for problem in problems}) == 1):
-                self._check_not_broken(problems, grades)
+            elif grades and not self._may_score_nothing(problems, grades):
+                raise self._broken(problems, grades)
         return grades
 
-    def _check_not_broken(self, problems: Sequence[Problem], grades: list[Grade]) -> None:
-        """Raise VerifierError for a batch without a single score, unless the task declined all of it."""
-        failed = [place for place, grade in enumerate(grades) if grade.kind not in ("declined", "batch_late")]
+    def _may_score_nothing(self, problems: Sequence[Problem], grades: Sequence[Grade]) -> bool:
+        count = len({problem.id for problem in problems})
+        if all(grade.kind == "declined" for grade in grades):
+            return self._proven or count == 1
+        return self._proven and count < _FEW
+
+    def _broken(self, problems: Sequence[Problem], grades: list[Grade]) -> VerifierError:
+        """The error for a batch without a single score."""
+        name = f"the task {self._name}"
+        failed = [place for place, grade in enumerate(grades) if grade.kind != "batch_late"]
+        failed.sort(key=lambda place: grades[place].kind == "declined")  # what failed says more
         first = f", to problem {problems[failed[0]].id!r}: {grades[failed[0]].reason}" if failed else ""
-        name = type(self._task).__name__
-        if any(grade.kind == "batch_late" for grade in grades):
+        if len(failed) < len(grades):
             before = f"; before that, {len(failed)} failed, the first{first}" if failed else ""
-            raise VerifierError(
+            return VerifierError(
                 f"the batch_deadline of {self._batch_deadline:g} s passed before any of the {len(grades)} answers was "
                 f"scored by {name}{before}; raise it, or use more workers",
                 grades,
             )
-        if failed:
-            raise VerifierError(
-                f"none of the {len(grades)} answers could be scored by {name}; the first that failed{first}", grades
-            )
+        return VerifierError(
+            f"none of the {len(grades)} answers could be scored by {name}; the first that failed{first}", grades
+        )
 
     def _grade_inline(
         self, problems: Sequence[Problem], responses: Sequence[str], progress: Callable[[int], None]
@@ -222,23 +234,21 @@ class Verifier:
             ending = _ending(worker.process.exitcode)
             if worker.starting:
                 raise VerifierError(
-                    f"a worker process for {type(self._task).__name__} ended with {ending} before it was "
+                    f"a worker process for the task {self._name} ended with {ending} before it was "
                     "ready, see its output; a script that is run directly needs its entry point behind "
                     'if __name__ == "__main__", for workers import it again'
                 ) from None
             return Grade(None, kind="died", reason=f"the verifier's process ended with {ending}")
         if worker.starting and grade.reason:
             self._discard(worker)
-            raise VerifierError(f"a worker process cannot run the task {type(self._task).__name__}: {grade.reason}")
+            raise VerifierError(f"a worker process cannot run the task {self._name}: {grade.reason}")
         worker.rest()
         return grade
 
     def _overdue(self, worker: Worker) -> Grade:
         self._discard(worker)
         if worker.starting:
-            raise VerifierError(
-                f"a worker process for {type(self._task).__name__} was not ready after {STARTUP_SECONDS:g} s"
-            )
+            raise VerifierError(f"a worker process for the task {self._name} was not ready after {STARTUP_SECONDS:g} s")
         return Grade(None, kind="late", reason=f"the verifier took longer than the deadline of {self._deadline:g} s")
 
     def _discard(self, worker: Worker) -> None:

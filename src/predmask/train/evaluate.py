@@ -17,7 +17,7 @@ from predmask.bootstrap import Estimate, interval, resampled_sums
 from predmask.rollout import Engine, Rollout, RolloutError, Sampling
 from predmask.tasks import Problem
 from predmask.tasks.scores import average_at_k, majority_at_k, most_given, pass_at_k
-from predmask.tasks.verifier import Grade, Verifier
+from predmask.tasks.verifier import Grade, Verifier, VerifierError
 from predmask.train.config import Config, ConfigError
 from predmask.train.prompts import Prompts
 from predmask.train.sampling import context_of
@@ -159,7 +159,8 @@ def evaluate(
     The random numbers depend on `seed` alone, so that evaluations of one run differ by the policy only. The engine is
     asked for about `batch_size` answers at once.
 
-    Raises RolloutError for what the engine refuses, VerifierError for a batch without a single score.
+    Raises RolloutError for what the engine refuses, VerifierError for a batch without a single score (see `Verifier`),
+    after `progress` was told its answers.
     """
     ids = prompts.encode(problems)
     generator = generator_for(seed, "evaluation")
@@ -171,9 +172,16 @@ def evaluate(
         for part in np.array_split(np.arange(len(asked)), math.ceil(len(asked) / batch_size)):
             batch = [asked[index] for index in part]
             rollout = _ask(engine, [ids[place] for place, _ in batch], sampling, generator)
-            found = _graded(problems, batch, rollout, prompts, verifier)
+            responses = prompts.decode(rollout.responses())
+            try:
+                grades, broken = verifier.grade([problems[place] for place, _ in batch], responses), None
+            except VerifierError as error:
+                grades, broken = error.grades, error
+            found = _answers(problems, batch, rollout, responses, grades) if grades else []
             answers += found
             progress(found, len(greedy) + len(sampled))
+            if broken:
+                raise broken
     results = [
         ProblemResult(
             problem=problem,
@@ -192,16 +200,14 @@ def _ask(engine: Engine, prompts: Sequence[Sequence[int]], sampling: Sampling, g
     return rollout
 
 
-def _graded(
+def _answers(
     problems: Sequence[Problem],
     batch: Sequence[tuple[int, int | None]],
     rollout: Rollout,
-    prompts: Prompts,
-    verifier: Verifier,
+    responses: Sequence[str],
+    grades: Sequence[Grade],
 ) -> list[Answer]:
     """The answers of a batch, whose problems and samples are given by number."""
-    responses = prompts.decode(rollout.responses())
-    grades = verifier.grade([problems[place] for place, _ in batch], responses)
     return [
         Answer(
             place=place,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from statistics import median_high
 
 import torch
 
@@ -108,10 +109,14 @@ def _chosen(config: Config, problems: Sequence[Problem], prompts: Prompts, notes
     fitting = prompts.fitting(problems)
     limit = config.prompt.max_tokens
     if not fitting:
-        raise ConfigError(f"all {len(problems)} prompts have more than prompt.max_tokens = {limit} tokens; raise it")
+        lengths = [len(ids) for ids in prompts.encode(problems)]
+        raise ConfigError(
+            f"every prompt has more than prompt.max_tokens = {limit} tokens; raise it: the shortest has "
+            f"{min(lengths)}, half of them have up to {median_high(lengths)}, the longest has {max(lengths)}"
+        )
     if len(fitting) < len(problems):
         notes.append(
-            f"{len(problems) - len(fitting)} of {len(problems)} problems are left out: their prompts have more than "
+            f"left out: {len(problems) - len(fitting)} of {len(problems)} problems, for their prompts have more than "
             f"{limit} tokens (prompt.max_tokens)"
         )
     return fitting[: config.eval.prompts]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import numbers
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
@@ -17,6 +18,8 @@ from predmask.tasks.math.tables import short_name
 
 MATH_VERIFY = "math_verify"
 """The verifier that comes with the task."""
+_FEW = 10
+"""Held-out problems below which accuracy says next to nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +64,7 @@ class Math:
             raise ValueError("task.data or task.heldout_data holds an empty name; separate names by one comma")
         if not 0 < self.heldout_share < 1:
             raise ValueError(f"task.heldout_share is {self.heldout_share}; it must be between 0 and 1, such as 0.02")
-        if self.verifier != MATH_VERIFY and ":" not in self.verifier:
+        if self.verifier != MATH_VERIFY and not all(self.verifier.partition(":")):
             raise ValueError(
                 f"task.verifier is {self.verifier!r}; choose {MATH_VERIFY}, or name a function of yours "
                 "package.module:function"
@@ -69,7 +72,7 @@ class Math:
 
     def prepare(self) -> None:
         """Import what scoring needs, which a worker does before its first answer is timed."""
-        _verifier(self.verifier)
+        find_verifier(self.verifier)
         try:
             # Of the verifier's packages, some are imported only where an answer is no plain number.
             self.answer("x + 1")
@@ -82,14 +85,22 @@ class Math:
             ) from error
 
     def problems(self, split: Split) -> Sequence[Problem]:
-        """The problems of a split, in the data's order; raises ValueError for data that cannot be read or is empty."""
+        """The problems of a split, in the data's order.
+
+        Raises ValueError for data that cannot be read or is empty, and for a verifier that is not there: this is asked
+        before a model is loaded, and the verifier only after that.
+        """
+        if self.verifier != MATH_VERIFY:
+            find_verifier(self.verifier)
         if not self.data and split == "train":
             raise ValueError("there is nothing to train on: task.data is empty")
-        heldout = _read(self, self.heldout_data).problems if self.heldout_data else None
+        heldout = _read(self, self.heldout_data) if self.heldout_data else None
         if heldout is not None and split == "heldout":
-            chosen = tuple(heldout.values())
+            chosen = tuple(heldout.problems.values())
         elif heldout is not None:
-            chosen = tuple(found for key, found in _read(self, self.data).problems.items() if key not in heldout)
+            # Nor are questions of the held-out data that were left out there.
+            problems = _read(self, self.data).problems
+            chosen = tuple(found for key, found in problems.items() if key not in heldout.questions)
         else:
             chosen = tuple(
                 found
@@ -101,8 +112,13 @@ class Math:
         return chosen
 
     def score(self, problem: Problem, response: str) -> float | None:
-        """The verifier's score of a response."""
-        return _verifier(self.verifier)(response, problem.reference)
+        """The verifier's score of a response; raises ValueError for one above 1, which is that of a right answer."""
+        score: float | None = find_verifier(self.verifier)(response, problem.reference)
+        if isinstance(score, numbers.Real) and float(score) > 1:
+            raise ValueError(
+                f"verifier {self.verifier!r} returned {score}, but the highest score is 1, a right answer's"
+            )
+        return score
 
     def answer(self, response: str) -> str | None:
         """The answer in a response, by which answers count as equal; None for a response without one."""
@@ -121,9 +137,11 @@ class Math:
         notes += [f"task.heldout_data: {heldout}"] if heldout else []
         if train and not self.heldout_data:
             held_out = sum(is_held_out(key, self.heldout_share) for key in train.problems)
-            notes.append(f"{held_out:,} of these problems are held out")
-        elif train and heldout and (shared := train.problems.keys() & heldout.problems.keys()):
-            notes.append(f"{len(shared):,} problems of task.data are not trained on: they are held out")
+            so_few = "; so few say little: raise task.heldout_share, or give task.heldout_data" * (held_out < _FEW)
+            notes.append(f"held out: {held_out:,} of these problems{so_few}")
+        elif train and heldout and (shared := train.problems.keys() & heldout.questions):
+            problems, are, they = ("problem", "is", "it is") if len(shared) == 1 else ("problems", "are", "they are")
+            notes.append(f"{len(shared):,} {problems} of task.data {are} not trained on: {they} held out")
         return notes
 
     def _why_empty(self, split: Split) -> str:
@@ -133,11 +151,11 @@ class Math:
         if not data.problems:
             return f"task.data has no problem: {data}"
         if self.heldout_data:
-            return f"all {len(data.problems):,} problems of task.data are held out, too: give other data to evaluate on"
+            return f"all of task.data is held out, too ({data}): give other data to evaluate on"
         remedy = "raise task.heldout_share" if split == "heldout" else "lower task.heldout_share"
         return (
-            f"none of the {len(data.problems):,} problems of task.data falls to the split {split!r} with a held-out "
-            f"share of {self.heldout_share:g}: {remedy}, or give task.heldout_data"
+            f"no problem of task.data ({data}) falls to the split {split!r} with a held-out share of "
+            f"{self.heldout_share:g}: {remedy}, or give task.heldout_data"
         )
 
 
@@ -168,15 +186,21 @@ def _names(sources: Sequence[str]) -> dict[str, str]:
 
 
 @functools.cache
-def _verifier(path: str) -> Callable[[str, str], Any]:
+def find_verifier(path: str) -> Callable[[str, str], Any]:
+    """The function that a verifier's name means; raises ValueError where there is none."""
     if path == MATH_VERIFY:
         from predmask.tasks.math import answers
 
         return answers.score
-    function: Any = imported(path, "verifier")
+    try:
+        function: Any = imported(path, "verifier")
+    except ValueError:
+        raise
+    except Exception as error:  # whatever the module does as it is imported
+        raise ValueError(f"verifier {path!r}: its module fails ({type(error).__name__}: {error})") from error
     if not callable(function):
         raise ValueError(
             f"verifier {path!r}: the module has no function {path.partition(':')[2]!r}; "
-            "write one that takes (response, reference) and returns a score from 0 to 1, or None"
+            "write one that takes (response, reference) and returns a score, 1 for a right answer, or None"
         )
     return function

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,6 +35,8 @@ class Collection:
     """
 
     problems: Mapping[bytes, Problem]
+    questions: Set[bytes]
+    """The keys of all questions, those that were left out among them."""
     rows: int
     repeats: int
     """Rows whose question and answer came before."""
@@ -54,7 +56,7 @@ class Collection:
             ),
             *([f"no question or no answer {self.incomplete:,}"] if self.incomplete else []),
         ]
-        counts = f"{self.rows:,} rows, {len(self.problems):,} problems"
+        counts = f"{_counted(self.rows, 'row')}, {_counted(len(self.problems), 'problem')}"
         return f"{counts}; left out: {', '.join(left_out)}" if left_out else counts
 
 
@@ -77,16 +79,18 @@ def collect(sources: Mapping[str, str], question: str | None, answer: str | None
     read.
     """
     found: dict[bytes, _Found] = {}
+    unanswered: set[bytes] = set()
     keys: dict[str, bytes] = {}  # most rows of some data sets are copies: a text's key is computed once
     rows = incomplete = 0
     for name, source in sources.items():
         before = rows
         for number, label, system, prompt, reference in _cells(open_table(source), question, answer):
             rows += 1
+            key = keys.get(prompt) or keys.setdefault(prompt, question_key(prompt))
             if not (prompt and reference):
                 incomplete += 1
+                unanswered.add(key)
                 continue
-            key = keys.get(prompt) or keys.setdefault(prompt, question_key(prompt))
             known = found.get(key)
             if known is None:
                 found[key] = _Found(Problem(f"{name}/{number}", prompt, reference, system), name, label)
@@ -99,6 +103,7 @@ def collect(sources: Mapping[str, str], question: str | None, answer: str | None
     dropped = [entry.rows for entry in found.values() if entry.conflicting]
     return Collection(
         problems=_labelled(kept),
+        questions=found.keys() | unanswered,
         rows=rows,
         repeats=sum(entry.rows - 1 for entry in kept.values()),
         conflicts=len(dropped),
@@ -107,14 +112,20 @@ def collect(sources: Mapping[str, str], question: str | None, answer: str | None
     )
 
 
+def look_at(source: str, question: str | None, answer: str | None) -> None:
+    """Raise the ValueError that reading a source would raise, as far as its columns and its first row show it."""
+    if next(_cells(open_table(source), question, answer), None) is None:
+        raise ValueError(f"{source} has no rows")
+
+
 def question_key(question: str) -> bytes:
     """[32 bytes] what tells two questions apart.
 
-    It ignores white space and how Unicode writes a character (NFKC), and the instructions that common data sets put
-    around a question, so that training on one data set and evaluating on another finds what they share. It does not
-    ignore case: x and X name different things.
+    It ignores white space, how Unicode composes a character (NFC; not NFKC, to which 2⁵ is 25), and the instructions
+    that common data sets put around a question, so that training on one data set and evaluating on another finds what
+    they share. It does not ignore case: x and X name different things.
     """
-    text = " ".join(unicodedata.normalize("NFKC", question).split())
+    text = " ".join(unicodedata.normalize("NFC", question).split())
     bare = text
     for prefix in _PREFIXES:
         bare = bare.removeprefix(prefix)
@@ -152,6 +163,10 @@ def _labelled(found: Mapping[bytes, _Found]) -> dict[bytes, Problem]:
         key: replace(entry.problem, id=f"{entry.source}/{entry.label}") if entry.source in own else entry.problem
         for key, entry in found.items()
     }
+
+
+def _counted(number: int, unit: str) -> str:
+    return f"{number:,} {unit}{'' if number == 1 else 's'}"
 
 
 def _with_progress(table: Table, rows: Iterable[Any]) -> Iterable[Any]:

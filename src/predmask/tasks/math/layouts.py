@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, NamedTuple
@@ -57,12 +57,8 @@ def find_columns(name: str, columns: Sequence[str], question: str | None, answer
 
     Raises ValueError, which lists the columns found, for a name that is not among them and where no layout fits.
     """
-    known = {column.lower(): column for column in reversed(columns)} | {column: column for column in columns}
+    find = finder(columns)
     found = ", ".join(columns) or "none"
-
-    def find(column: str) -> str | None:
-        return known.get(column) or known.get(column.lower())
-
     for option, column in (("question", question), ("answer", answer)):
         if column is not None and find(column) is None:
             raise ValueError(f"{name} has no column {column!r}, which task.{option}_column names; its columns: {found}")
@@ -76,6 +72,12 @@ def find_columns(name: str, columns: Sequence[str], question: str | None, answer
         f"{name} has no known layout ({layouts}); its columns: {found}. "
         "Set task.question_column and task.answer_column to those that hold them"
     )
+
+
+def finder(columns: Sequence[str]) -> Callable[[str], str | None]:
+    """What finds a column by its name, whatever the case; a name that is spelled as it stands goes first."""
+    known = {column.lower(): column for column in reversed(columns)} | {column: column for column in columns}
+    return lambda column: known.get(column) or known.get(column.lower())
 
 
 def question_of(value: Any) -> tuple[str, str]:

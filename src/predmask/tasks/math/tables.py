@@ -21,6 +21,8 @@ Row = tuple[int, tuple[Any, ...]]
 _BATCH = 8192
 _LOOKED_AT = 100
 """Rows of a JSON file that say which columns there are."""
+_LONGEST_CELL = 2**30
+"""Characters of a CSV file's cell; Python's own limit, 131,072, is less than a long response has."""
 _DATA_SET = re.compile(r"(?P<name>[^:@]+)(:(?P<subset>[^:@]+))?(@(?P<split>[^:@]+))?")
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
@@ -137,6 +139,7 @@ def _at(value: Any, column: str) -> Any:
 def _csv(source: str, path: Path) -> Table:
     def records() -> Iterator[list[str]]:
         with _reading(source), _opened(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
+            csv.field_size_limit(_LONGEST_CELL)
             # Strict: otherwise a quotation mark that is never closed swallows the rest of the file.
             yield from csv.reader(text, strict=True)
 
@@ -149,9 +152,13 @@ def _csv(source: str, path: Path) -> Table:
                 yield number, tuple(record[place] for place in places)
 
     header = next(records(), [])
-    if len(set(header)) < len(header):
-        raise ValueError(f"{source}: the header names a column twice: {', '.join(header)}")
+    _check_names(source, header)
     return Table(source, tuple(header), None, rows)
+
+
+def _check_names(source: str, columns: Sequence[str]) -> None:
+    if len(set(columns)) < len(columns):
+        raise ValueError(f"{source} names a column twice: {', '.join(columns)}; rename one")
 
 
 # --- Parquet and data sets -----------------------------------------------------------------------------------
@@ -166,6 +173,7 @@ def _parquet(source: str, path: Path) -> Table:
             yield from file.iter_batches(_BATCH, columns=list(columns))
 
     with _reading(source, pyarrow.ArrowException), pyarrow.parquet.ParquetFile(path) as file:
+        _check_names(source, file.schema_arrow.names)
         columns, length = tuple(_paths(file.schema_arrow)), file.metadata.num_rows
     return Table(source, columns, length, lambda columns: _rows(batches(columns), columns))
 

@@ -57,7 +57,7 @@ class DryRun:
 
 
 def dry_run(config: Config, machine: Machine | None = None) -> DryRun:
-    """Look at a run without loading a model, reading data or fetching anything.
+    """Look at a run without loading a model, reading more of data than their beginning, or fetching anything.
 
     Raises ConfigError for a model whose sizes cannot be known here or that cannot be adapted as configured, and for an
     output that exists.

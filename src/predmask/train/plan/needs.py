@@ -1,4 +1,7 @@
-"""What a run needs besides memory: files, packages and disk space, and whether they are here; nothing is fetched."""
+"""What a run needs besides memory: files, packages and disk space, and whether they are here; nothing is fetched.
+
+Of a local file of data, columns and first row are read; a verifier of the user's own is imported.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,15 @@ from typing import Literal
 import torch
 
 from predmask.rollout import SGLangConfig, TransformersConfig, VLLMConfig
+from predmask.tasks.math import MATH_VERIFY, Math, find_verifier
+from predmask.tasks.math.collection import look_at
 from predmask.tasks.reasoning_gym import ReasoningGym
 from predmask.train.config import Config
 from predmask.train.models import EMBEDDED, model_path
 from predmask.train.plan.architectures import Architecture, cached
 from predmask.train.plan.memory import checkpoint_bytes, engine_cache_bytes, longest
 
-State = Literal["here", "in the cache", "to be downloaded", "missing", "too small", "enough"]
+State = Literal["here", "in the cache", "to be downloaded", "missing", "not usable", "too small", "enough"]
 
 _FILES = (".parquet", ".json", ".jsonl", ".csv", ".gz")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -70,14 +75,15 @@ class Machine:
 def needs_of(config: Config, model: Architecture, *, gpu: bool) -> list[Need]:
     """Everything that the run needs, in the order in which it would be asked for."""
     engine = _engine(config, model, gpu=gpu)
-    return [*_packages(config), _model(config, model), *_data(config), *engine, *_disk(config, model)]
+    scoring = [*_data(config), *_verifier(config)]
+    return [*_packages(config), _model(config, model), *scoring, *engine, *_disk(config, model)]
 
 
 def _packages(config: Config) -> Iterator[Need]:
     wanted = {"vllm": isinstance(config.engine, VLLMConfig), "sglang": isinstance(config.engine, SGLangConfig)}
     wanted |= {"peft": config.lora.enabled, "tensorboard": config.tensorboard}
     wanted["reasoning_gym"] = isinstance(config.task, ReasoningGym)
-    wanted["math_verify"] = getattr(config.task, "verifier", None) == "math_verify"
+    wanted["math_verify"] = getattr(config.task, "verifier", None) == MATH_VERIFY
     wanted["datasets"] = any(not _is_file(source) for source in _sources(config))
     for name, needed in wanted.items():
         if needed:
@@ -94,11 +100,11 @@ def _model(config: Config, model: Architecture) -> Need:
         absent += [] if any((path / file).is_file() for file in _TOKENIZERS) else ["tokenizer.json"]
         if absent:
             return Need("model", name, "missing", f"without {', '.join(absent)}")
-        return Need("model", name, "here", _gb(sum(file.stat().st_size for file in weights)))
+        return Need("model", name, "here", size_text(sum(file.stat().st_size for file in weights)))
     if _is_cached(name):
         return Need("model", name, "in the cache")
     # Published in 16 bits.
-    return Need("model", name, "to be downloaded", f"about {_gb(2 * model.parameters)}")
+    return Need("model", name, "to be downloaded", f"about {size_text(2 * model.parameters)}")
 
 
 def _is_cached(name: str) -> bool:
@@ -120,13 +126,43 @@ def _data(config: Config) -> Iterator[Need]:
     for source in _sources(config):
         path = Path(source).expanduser()
         if path.is_file():
-            yield Need("data", source, "here", _gb(path.stat().st_size))
+            wrong = _wrong_with_file(config, source)
+            yield Need("data", source, "not usable", wrong) if wrong else Need("data", source, "here", _size(path))
         elif path.is_dir():
-            yield Need("data", source, "here")
+            yield Need("data", source, "here", "not looked into")
         elif _is_file(source):
             yield Need("data", source, "missing", "there is no such file")
         else:
             yield Need("data", source, "in the cache" if _data_set_is_cached(source) else "to be downloaded")
+
+
+def _size(path: Path) -> str:
+    return size_text(path.stat().st_size)
+
+
+def _wrong_with_file(config: Config, source: str) -> str:
+    """Why its first row cannot be read; "" where it can, or where the task is not known to read rows."""
+    task = config.task
+    if not isinstance(task, Math):
+        return ""
+    try:
+        look_at(source, task.question_column, task.answer_column)
+    except (ImportError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def _verifier(config: Config) -> Iterator[Need]:
+    """A function of the user's own, which is imported; what comes with predmask is a package's matter."""
+    name = config.task.verifier if isinstance(config.task, Math) else MATH_VERIFY
+    if name == MATH_VERIFY:
+        return
+    try:
+        find_verifier(name)
+    except ValueError as error:
+        yield Need("verifier", name, "not usable", str(error))
+    else:
+        yield Need("verifier", name, "here")
 
 
 def _is_file(source: str) -> bool:
@@ -163,7 +199,7 @@ def _engine(config: Config, model: Architecture, *, gpu: bool) -> Iterator[Need]
     if isinstance(engine, VLLMConfig):
         held = engine.max_length or model.context or full
         response, cache = engine_cache_bytes(engine, model) * held, engine.kv_cache_gb * 1e9
-        detail = f"engine.kv_cache_gb = {engine.kv_cache_gb:g}, {held:,} tokens are {_gb(response)}"
+        detail = f"engine.kv_cache_gb = {engine.kv_cache_gb:g}, {held:,} tokens are {size_text(response)}"
         yield Need("engine", "key-value cache", "enough" if response <= cache else "too small", detail)
 
 
@@ -182,7 +218,7 @@ def _space(name: str, path: Path, wanted: int) -> Need:
     path = path.expanduser().absolute()
     there = next(parent for parent in (path, *path.parents) if parent.is_dir())
     free = shutil.disk_usage(there).free
-    detail = f"{_gb(wanted)} of {_gb(free)} free in {there}"
+    detail = f"{size_text(wanted)} of {size_text(free)} free in {there}"
     return Need("disk", name, "enough" if wanted <= free else "too small", detail)
 
 
@@ -201,6 +237,8 @@ def _main_memory() -> int | None:
     return min(free, limit)
 
 
-def _gb(size: int) -> str:
-    """A size in GB of 10^9 bytes, or in MB where that is less than 100 MB."""
-    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
+def size_text(size: int) -> str:
+    """A size in GB of 10^9 bytes, or where that is little, in MB or kB."""
+    if size >= 1e8:
+        return f"{size / 1e9:.1f} GB"
+    return f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size / 1e3:.1f} kB"

@@ -66,7 +66,8 @@ def _changes(config: Config, model: Architecture) -> Iterator[tuple[str, str, di
     if not (lora.enabled and lora.base_dtype == "bfloat16"):
         changed = {"lora": {"enabled": True, "base_dtype": "bfloat16"}, "update": {"autocast": True}}
         options = "--lora.base_dtype bfloat16" + ("" if update.autocast else " --update.autocast")
-        yield options, "adapters are trained, not all weights: a higher learning rate, such as 1e-5", changed
+        effect = "adapters are trained, not all weights: a higher learning rate, such as 1e-5"
+        yield options, "the weights under the adapters in 16 bits" if lora.enabled else effect, changed
 
 
 def _change(config: Config, fields: dict[str, dict[str, Any]]) -> Config:
