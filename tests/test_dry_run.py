@@ -241,3 +241,13 @@ def test_a_directory_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[st
     model = tiny_model_directory(tmp_path / "model", "qwen3_moe")
     assert main(["train", "arithmetic", "--model", str(model), "--dry-run", "--device", "cpu"]) == 0
     assert "config.json" in capsys.readouterr().out
+
+
+def test_sources_are_not_those_of_another_rule(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = {}
+    for options in ((), ("--rule", "dppo")):
+        main(["train", "qwen3-4b-dapo", *options, "--dry-run"])
+        out = capsys.readouterr().out
+        shown[options] = next(line for line in out.splitlines() if line.startswith("delta = 0.15"))
+    assert "# paper, by summaries" in shown[()]
+    assert "#" not in shown["--rule", "dppo"]

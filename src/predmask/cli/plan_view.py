@@ -50,11 +50,10 @@ def _configuration(config: Config, preset: Preset | None) -> Iterator[str]:
             section = line.strip("[]")
         key, equals, _ = line.partition(" = ")
         path = f"{section}.{key}" if section else key
-        if (
-            equals
-            and path in sources
-            and _same(line, key, set_by_preset.get(section, {}) if section else set_by_preset)
-        ):
+        values = set_by_preset.get(section, {}) if section else set_by_preset
+        if key == "name" and not _same(line, key, values):
+            set_by_preset = {**set_by_preset, section: {}}  # what was said of another rule's fields is not about these
+        elif equals and path in sources and _same(line, key, values):
             line = f"{line.ljust(_SOURCES - 2)}  # {sources[path]}"
         yield line
     yield ""

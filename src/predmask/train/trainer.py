@@ -238,8 +238,10 @@ class Trainer:
         """Those that are not too long; ConfigError where none is left."""
         kept = self._prompts.fitting(problems)
         if not kept:
+            shortest = min(map(len, self._prompts.encode(problems)))
             raise ConfigError(
-                f"every {name} prompt has over prompt.max_tokens = {self.config.prompt.max_tokens} tokens; raise it"
+                f"every {name} prompt has over prompt.max_tokens = {self.config.prompt.max_tokens} tokens; the "
+                f"shortest has {shortest}"
             )
         if len(kept) < len(problems):
             self.notes.append(
