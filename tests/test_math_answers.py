@@ -82,6 +82,7 @@ def problems(*references: str) -> list[Problem]:
         ("The answer is clearly (2, 3), as was claimed.", "(2, 3)"),
         ("The answer is a total of 17 apples.", "17 apples"),
         ("Answer: 60 miles per hour", "60 miles"),
+        ("The answer is 3/4 of the cake", "3/4"),
         ("The answer is $17$ million.", "$17$ million"),
         ("The answer is therefore B.", "B"),
         ("The answer is New York, as you know", "New York, as you know"),

@@ -33,6 +33,7 @@ _ASIDE = re.compile(  # what explains an answer; not what corrects it, or names 
     r"\s*[,;:] +(?!(?:and|or|but|if|unless|maybe|perhaps|possibly|otherwise|not|sin|cos|tan|log|exp|sqrt|inf)\b)"
     r"[A-Za-z]{2}| +\((?=[A-Za-z]{2,} )| +(?:because|since|as|so|which|where|hence|thus|therefore|is|are)\b"
     r"|,? +and +(?:so|we|that|this|it|then|therefore)\b| +(?:in|on|by|with|from|per) +(?=[A-Za-z]{2})"
+    r"|(?<!out) +of +(?:the|a|them|it)\b"
 )
 _MATH = r"\$\$(.+?)\$\$|\$([^$\n]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]"
 _STARTS_WITH_MATH = re.compile(_MATH, re.DOTALL)
