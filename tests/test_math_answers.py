@@ -152,6 +152,7 @@ def test_what_does_not_change_an_answer_goes(text: str, bare: str) -> None:
         ("1.2e-7", r"1.2\times10^{-7}"), ("10^{-7}", "1/10000000"), (r"\text{On}", "on"), (r"\text{ab}", "ab"),
         ("ba", "ab"), ("infinity", r"\infty"), (r"\text{infinity}", r"\infty"), (r"17\text{ million}", "17000000"),
         (r"17\text{ or more}", r"17 \text{ or more}"), (r"3\text{ or }5", "5, 3"), ("5 percent", "5"),
+        (r"1+\lambda", r"\lambda+1"),
         ("6:40", r"6:40\text{ a.m.}"), ("6:40 AM", r"6:40\text{ a.m.}"), ("11:00", r"11{:}00"), ("4:6", "2:3"),
         ("2/3", "2:3"), ("1/12", "5:60"), (r"\text{(B) }17", "B"), (r"\text{(B) }17", "17"), ("(B) 17", "17"),
         (r"\textbf{(B)}\ 17", "B"),
@@ -383,6 +384,8 @@ def test_names_that_could_be_programs_are_not_evaluated(monkeypatch: pytest.Monk
     monkeypatch.setattr(answers, "_WORDS", re.compile("(?!)()()"))  # the first of the two guards is off
     answers._expression.cache_clear()
     assert answers._expression(rf"\text{{{PROGRAM}}}+1") is None
+    assert not answers._is_harmless("lambda{x}")
+    assert not answers._is_harmless("")
     assert not answers._is_harmless('x\\\n__import__("os")')
     assert answers._expression(r"x_{1} + \alpha + \bar{ab} + f(x)") is not None
     answers._expression.cache_clear()

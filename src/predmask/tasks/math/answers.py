@@ -210,6 +210,8 @@ def _is_harmless(name: str) -> bool:
     match = _HARMLESS.fullmatch(name)
     if match is None or not name.isprintable():  # a backslash before a line's end is a space to Python
         return False
+    if name == match[1]:  # a keyword alone, such as lambda, is no program, and SymPy gives it another name
+        return name != ""
     return not keyword.iskeyword(match[1]) and not (match[1] == "" and name[:1] != "\\")
 
 
