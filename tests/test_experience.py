@@ -71,8 +71,11 @@ def lottery(every: int, **rollout: object) -> Config:
     return small({"task": task, "rollout": settings})
 
 
-def test_dynamic_sampling_replaces_groups_that_teach_nothing() -> None:
-    found, figures, engine, order = collected(lottery(2, dynamic_sampling=True))
+@pytest.mark.parametrize("reward", [{}, {"overlong_buffer": 30}])
+def test_dynamic_sampling_replaces_groups_that_teach_nothing(reward: dict[str, int]) -> None:
+    # A penalty for length makes the rewards of a group differ whose scores are equal: it teaches no answer.
+    config = lottery(2, dynamic_sampling=True)
+    found, figures, engine, order = collected(replace(config, reward=RewardConfig(**reward)))
     groups = found.scores.reshape(-1, 8)
     assert len(groups) == 6
     assert ((groups.amax(-1) == 1) & (groups.amin(-1) == 0)).all()

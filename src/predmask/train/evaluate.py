@@ -14,13 +14,13 @@ import numpy as np
 import torch
 
 from predmask.bootstrap import Estimate, interval, resampled_sums
-from predmask.rollout import Engine, Rollout, RolloutError, Sampling
+from predmask.rollout import Engine, Rollout, Sampling
 from predmask.tasks import Problem
 from predmask.tasks.scores import average_at_k, majority_at_k, most_given, pass_at_k
 from predmask.tasks.verifier import Grade, Verifier, VerifierError
 from predmask.train.config import Config, ConfigError
 from predmask.train.prompts import Prompts
-from predmask.train.sampling import context_of
+from predmask.train.sampling import answered, context_of
 
 BATCH = 512
 """Answers that an engine is asked for at once: enough to keep one busy, few enough to be held as records."""
@@ -171,7 +171,7 @@ def evaluate(
         sampling = Sampling(temperature=at, max_new_tokens=max_new_tokens, top_k=0)
         for part in np.array_split(np.arange(len(asked)), math.ceil(len(asked) / batch_size)):
             batch = [asked[index] for index in part]
-            rollout = _ask(engine, [ids[place] for place, _ in batch], sampling, generator)
+            rollout = answered(engine, [ids[place] for place, _ in batch], sampling, generator)
             responses = prompts.decode(rollout.responses())
             try:
                 grades, broken = verifier.grade([problems[place] for place, _ in batch], responses), None
@@ -191,13 +191,6 @@ def evaluate(
         for place, problem in enumerate(problems)
     ]
     return Evaluation(accuracy=summarise(results), results=results)
-
-
-def _ask(engine: Engine, prompts: Sequence[Sequence[int]], sampling: Sampling, generator: torch.Generator) -> Rollout:
-    rollout = engine.generate(prompts, sampling, generator)
-    if [list(prompt) for prompt in rollout.prompts] != [list(prompt) for prompt in prompts]:
-        raise RolloutError("the engine answered other prompts than it was given, or in another order")
-    return rollout
 
 
 def _answers(

@@ -30,6 +30,16 @@ def _context(model: Any) -> int | None:
     return getattr(model.config, "max_position_embeddings", None)
 
 
+def answered(
+    engine: Engine, prompts: Sequence[Sequence[int]], sampling: Sampling, generator: torch.Generator
+) -> Rollout:
+    """One response to each prompt; RolloutError for answers to others."""
+    rollout = engine.generate(prompts, sampling, generator)
+    if [list(prompt) for prompt in rollout.prompts] != [list(prompt) for prompt in prompts]:
+        raise RolloutError("the engine answered other prompts than it was given, or in another order")
+    return rollout
+
+
 def sample_responses(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
@@ -38,8 +48,6 @@ def sample_responses(
     *,
     vocabulary_size: int,
 ) -> Rollout:
-    """One response to each prompt; RolloutError for answers to others, or that could not be trained on."""
-    rollout = engine.generate(prompts, sampling, generator)
-    if [list(prompt) for prompt in rollout.prompts] != [list(prompt) for prompt in prompts]:
-        raise RolloutError("the engine answered other prompts than it was given, or in another order")
+    """See `answered`; RolloutError for responses, too, that could not be trained on."""
+    rollout = answered(engine, prompts, sampling, generator)
     return rollout.check(top_k=sampling.top_k, vocabulary_size=vocabulary_size)
