@@ -535,7 +535,9 @@ def test_two_models(run_directory: Path, tmp_path: Path, embedded: Any, capsys: 
     found = json.loads(file.read_text())
     assert found["gap"]["mean"] > 0.01
     assert found["verdict"] is None
-    # A run stands for its checkpoint.
+    # A run stands for its checkpoint; what was written is never replaced.
+    assert command("embedded", str(run_directory), "--json", str(file)) == 2
+    file = tmp_path / "again.json"
     assert command("embedded", str(run_directory), "--json", str(file)) == 0
     assert json.loads(file.read_text())["other"] == str(run_directory / "checkpoint")
 
