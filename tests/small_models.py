@@ -6,6 +6,8 @@ import functools
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from predmask.rollout import Sampling, TransformersEngine
+from predmask.train.batches import Batch
 from predmask.train.models import EMBEDDED, load_policy
 
 VOCABULARY = 24
@@ -95,3 +97,13 @@ def dense_rows(model, rollout, temperature=1.0):
     """[N, V] log-probs of a whole rollout, sequence after sequence."""
     pairs = zip(rollout.prompts, rollout.responses(), strict=True)
     return torch.cat([dense_logp(model, prompt, response, temperature) for prompt, response in pairs])
+
+
+def sampled_batch(model, prompts):
+    """A response of the model to each prompt, with random advantages and equal weights: something to train on."""
+    generator = torch.Generator().manual_seed(0)
+    rollout = TransformersEngine(model).generate(
+        prompts, Sampling(temperature=1.0, max_new_tokens=9, top_k=5), generator
+    )
+    advantage = torch.randn(len(rollout.tokens), generator=generator)
+    return Batch(rollout, torch.arange(len(prompts)), advantage, torch.full((len(advantage),), 1 / len(advantage)))

@@ -12,12 +12,11 @@ from helpers_training import small
 from predmask.core import Predictive
 from predmask.rollout import Sampling, TransformersEngine
 from predmask.train import ConfigError, Trainer
-from predmask.train.batches import Batch
 from predmask.train.config import LoraConfig
 from predmask.train.forward import choose_forward
 from predmask.train.lora import add_adapters
 from predmask.train.models import recompute_layers
-from small_models import small_model
+from small_models import sampled_batch, small_model
 
 PROMPTS = [[5, 6, 7], [8], [9, 4, 4, 11, 5], [5, 6, 7]]
 KINDS = ["qwen3", "llama", "gemma2", "qwen3_moe", "gpt2", "lora"]
@@ -40,14 +39,6 @@ def recomputed(kind):
     return model
 
 
-def batch_of(model):
-    generator = torch.Generator().manual_seed(0)
-    sampling = Sampling(temperature=1.0, max_new_tokens=9, top_k=5)
-    rollout = TransformersEngine(model).generate(PROMPTS, sampling, generator)
-    advantage = torch.randn(len(rollout.tokens), generator=generator)
-    return Batch(rollout, torch.arange(len(PROMPTS)), advantage, torch.full((len(advantage),), 1 / len(advantage)))
-
-
 def gradients(model, batch, path="fused", autocast=False):
     forward, _ = choose_forward(model, path, temperature=1.0, autocast=autocast)
     model.zero_grad()
@@ -61,7 +52,7 @@ def test_gradients_are_the_same(kind, path, autocast):
     """GPT-2 has dropout, from which evaluation mode must keep it."""
     if kind == "gpt2":
         assert small_model(kind).config.resid_pdrop > 0
-    batch = batch_of(plain(kind))
+    batch = sampled_batch(plain(kind), PROMPTS)
     expected = gradients(plain(kind), batch, path, autocast)
     found = gradients(recomputed(kind), batch, path, autocast)
     assert found.keys() == expected.keys()
@@ -72,7 +63,7 @@ def test_gradients_are_the_same(kind, path, autocast):
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_layer_is_computed_twice(kind):
     model = recomputed(kind)
-    batch = batch_of(model)
+    batch = sampled_batch(model, PROMPTS)
     norm = next(module for name, module in model.named_modules() if name.endswith(("1.input_layernorm", "1.ln_1")))
     calls = []
     norm.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))

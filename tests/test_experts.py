@@ -7,11 +7,10 @@ import torch
 
 from helpers_training import small
 from predmask.core import Predictive
-from predmask.rollout import Sampling, TransformersEngine
 from predmask.train import Trainer
-from predmask.train.batches import Batch, response_rows
+from predmask.train.batches import response_rows
 from predmask.train.forward import choose_forward
-from small_models import dense_rows, small_model
+from small_models import dense_rows, sampled_batch, small_model
 
 PROMPTS = [[5, 6, 7], [8], [9, 4, 4, 11, 5, 20, 13, 2], [5, 6, 7]] * 2
 
@@ -43,18 +42,10 @@ def in_full(model):
     return model
 
 
-def batch_of(model):
-    generator = torch.Generator().manual_seed(0)
-    sampling = Sampling(temperature=1.0, max_new_tokens=9, top_k=5)
-    rollout = TransformersEngine(model).generate(PROMPTS, sampling, generator)
-    advantage = torch.randn(len(rollout.tokens), generator=generator)
-    return Batch(rollout, torch.arange(len(PROMPTS)), advantage, torch.full((len(advantage),), 1 / len(advantage)))
-
-
 @pytest.mark.parametrize("path", ["fused", "dense"])
 @pytest.mark.parametrize("normalised", [True, False])
 def test_gradients_are_those_of_the_mixture_in_full(path, normalised):
-    batch = batch_of(mixture())
+    batch = sampled_batch(mixture(), PROMPTS)
     found = []
     for change in (lambda model: model, in_full):
         model = mixture()
@@ -80,7 +71,7 @@ def test_gradients_are_those_of_the_mixture_in_full(path, normalised):
 def test_a_sequence_alone_and_in_a_batch():
     """Experts see all tokens of a batch at once; no answer depends on what else is there, padding included."""
     model = mixture()
-    rollout = batch_of(model).rollout
+    rollout = sampled_batch(model, PROMPTS).rollout
     with torch.no_grad():
         logits = response_rows(
             lambda ids: model(input_ids=ids, use_cache=False).logits, rollout, torch.device("cpu"), autocast=False
