@@ -340,7 +340,7 @@ def small_chunks(tokens: int | None = 3, hot_rows: int = 2, weight_rows: int = 4
             patch.setattr(sweep, "chunk_tokens", lambda _, count: max(1, min(count, tokens)))
         patch.setattr(sweep, "WORKSPACE_ELEMENTS", 1)
         patch.setattr(sweep, "_WIDENED_ROWS", weight_rows)
-        patch.setattr(sweep, "_HOT_ELEMENTS", hot_rows * 13)
+        patch.setattr(sweep, "HOT_ELEMENTS", hot_rows * 13)
         yield
 
 

@@ -28,6 +28,7 @@ from helpers_ops import (
     leaves,
     loss,
     oracle_gradients,
+    oracle_logits,
     oracle_loss,
     oracle_policy,
     small_chunks,
@@ -35,7 +36,7 @@ from helpers_ops import (
 )
 from predmask import NoMask, PolicySupport, Predictive, Reason, Rule
 from predmask.core.support import first_occurrence
-from predmask.ops import Shard, sweep
+from predmask.ops import Shard, logits_statistics, sweep
 from predmask.ops.head import Head
 from predmask.ops.statistics import Measured, Tail
 
@@ -151,6 +152,12 @@ def grads(case: OperatorCase) -> dict[str, Tensor | None]:
 
 
 WORLD = 3
+TEMPERATURE = 0.5
+
+
+def raw_logits(case: OperatorCase) -> Tensor:
+    """[N, rows here] in the precision of the case, to be divided by TEMPERATURE."""
+    return torch.tensor(oracle_logits(case)).to(case.dtype) * TEMPERATURE
 
 
 def work(rank: int, folder: str) -> None:
@@ -173,6 +180,7 @@ def work(rank: int, folder: str) -> None:
                 # So that chunks would differ between processes if each went by its own rows.
                 sweep.WORKSPACE_ELEMENTS = 400
             policy = statistics(case, shard=shard)
+            from_logits = logits_statistics(raw_logits(case), case.behaviour, temperature=TEMPERATURE, shard=shard)
             if policy.logp.requires_grad:
                 torch.where(spread.case.behaviour.valid, policy.logp, 0.0).backward(cotangent(spread).to(policy.logp))
             buffer = torch.full_like(again.weight.detach(), 0.5) if spread.buffer else None
@@ -181,6 +189,7 @@ def work(rank: int, folder: str) -> None:
         result = {
             "shard": (shard.start, shard.vocabulary_size),
             "policy": tensors(policy),
+            "from_logits": tensors(from_logits),
             "by_logp": grads(case),
             "loss": found.loss.detach(),
             "decision": tensors(found.decision),
@@ -215,7 +224,7 @@ def assert_as_one(folder: Path, name: str, spread: Spread) -> None:
     vocabulary = len(case.weight)
     assert [part["shard"] for part in found] == [(spread.rows(i).start, vocabulary) for i in range(len(found))]
     for part in found:
-        for key in ("policy", "decision"):
+        for key in ("policy", "from_logits", "decision"):
             for field, value in found[0][key].items():
                 # The same in all processes, to the last bit: or their decisions would come apart.
                 assert torch.equal(part[key][field].nan_to_num(7.0), value.nan_to_num(7.0)), (key, field)
@@ -228,6 +237,13 @@ def assert_as_one(folder: Path, name: str, spread: Spread) -> None:
     policy = PolicySupport(**found[0]["policy"], vocabulary_size=vocabulary)
     assert_same_policy(
         dataclasses.replace(policy, **{key: value[some] for key, value in found[0]["policy"].items()}),
+        oracle_policy(usable),
+        limit,
+    )
+    assert_same_policy(
+        PolicySupport(
+            **{key: value[some] for key, value in found[0]["from_logits"].items()}, vocabulary_size=vocabulary
+        ),
         oracle_policy(usable),
         limit,
     )

@@ -708,6 +708,16 @@ def test_tokens_that_do_not_fit_end_the_trace_with_what_is_wrong(tmp_path: Path,
     assert differences(everything(Trace(tmp_path)), SIXTY) == []
 
 
+def test_wait_returns_when_all_is_on_the_disk(tmp_path: Path) -> None:
+    """For a process that may be killed right after."""
+    writer = TraceWriter(tmp_path, info_of(step_tokens(1)))
+    writer.add(step_tokens(1))
+    writer.commit(1)
+    writer.wait()
+    assert (tmp_path / "tokens-000001.parquet").is_file()
+    writer.close()
+
+
 def test_a_closed_writer_takes_nothing(tmp_path: Path) -> None:
     writer = TraceWriter(tmp_path, info_of(SIXTY))
     writer.close()

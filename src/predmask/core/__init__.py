@@ -2,7 +2,7 @@
 
 from predmask.core.advantages import Advantages, group_advantages
 from predmask.core.divergences import DIVERGENCES, Divergence, get_divergence
-from predmask.core.loss import policy_loss, token_weights
+from predmask.core.loss import policy_loss, token_losses, token_weights
 from predmask.core.metrics import MaskedToken, Metrics, mask_metrics, masked_tokens, merge_masked_tokens
 from predmask.core.rates import TAILS, Tail, divergence_rate, full_kl_rate_bracket, get_tail
 from predmask.core.rules import (
@@ -48,5 +48,6 @@ __all__ = [
     "masked_tokens",
     "merge_masked_tokens",
     "policy_loss",
+    "token_losses",
     "token_weights",
 ]

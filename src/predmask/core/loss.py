@@ -79,9 +79,21 @@ def policy_loss(
         weights: [...] from `token_weights`.
         ratio_cap: C, the cap of the detached importance weight; None for no cap.
     """
+    return token_losses(logp, decision, advantage, weights, ratio_cap=ratio_cap).sum()
+
+
+def token_losses(
+    logp: Tensor,
+    decision: MaskDecision,
+    advantage: Tensor,
+    weights: Tensor,
+    *,
+    ratio_cap: float | None = None,
+) -> Tensor:
+    """[...] what each token adds to `policy_loss`, which takes the same; for a trainer that averages in its own way."""
     coefficients = loss_coefficients(decision, advantage, weights, ratio_cap=ratio_cap)
     kept = torch.where(decision.keep, logp, 0.0)
-    return (coefficients * (kept - kept.detach() + 1.0)).sum()
+    return coefficients * (kept - kept.detach() + 1.0)
 
 
 def loss_coefficients(

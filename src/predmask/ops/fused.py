@@ -66,7 +66,7 @@ class Fused:
         """The policy on the support of each token."""
         sweep = self._sweep()
         everything = torch.arange(len(self.hidden), device=self.hidden.device)
-        return _assemble(
+        return assemble(
             [(rows, self._policy(self._measure(sweep, rows), rows)) for rows in everything.split(sweep.chunk_tokens)]
         )
 
@@ -116,7 +116,7 @@ class Fused:
         outside = (~response).nonzero()[:, 0]
         if len(outside) or not decisions:
             decide(outside, self._not_computed(len(outside)))
-        return coefficients.sum(), _assemble(decisions), _assemble(policies), sums.finish()
+        return coefficients.sum(), assemble(decisions), assemble(policies), sums.finish()
 
     def _sweep(self) -> Sweep:
         # Shards may differ in size, but must agree on the chunks that they exchange.
@@ -207,7 +207,7 @@ def _as(gradient: Tensor | None, like: Tensor | None) -> Tensor | None:
     return gradient.to(like.dtype)
 
 
-def _assemble(parts: list[tuple[Tensor, _Record]]) -> _Record:
+def assemble(parts: list[tuple[Tensor, _Record]]) -> _Record:
     """The record of all tokens, in order, from parts with their places."""
     order = torch.cat([rows for rows, _ in parts]).argsort()
     some = parts[0][1]

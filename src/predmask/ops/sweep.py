@@ -20,7 +20,7 @@ from predmask.ops.statistics import Measured, Tail
 
 WORKSPACE_ELEMENTS = 80_000_000
 """Logits of one chunk: 512 tokens at V = 152k."""
-_HOT_ELEMENTS = 2**20
+HOT_ELEMENTS = 2**20
 """Logits that are measured at once, few enough to stay in a CPU's cache."""
 _WIDENED_ROWS = 8192
 """Rows of a 16-bit weight that are widened at once."""
@@ -124,7 +124,7 @@ class TorchSweep:
         self.chunk_tokens = chunk_tokens(rows, len(hidden))
         # One cell more than there are logits: ids of other parts of the vocabulary read and write there.
         self._spare = self.chunk_tokens * size
-        hot = max(1, _HOT_ELEMENTS // size) if hidden.device.type == "cpu" else self.chunk_tokens
+        hot = max(1, HOT_ELEMENTS // size) if hidden.device.type == "cpu" else self.chunk_tokens
         hot = min(hot, self.chunk_tokens)
         needed = self._spare + 1 + hot * size
         space = _workspace(needed, dtype, hidden.device)

@@ -25,7 +25,7 @@ from predmask.traces.schema import VOCABULARY, check_info, item_type, rows_at_on
 
 _QUEUE = 16
 """Batches that may wait for the disk before the caller waits too."""
-_Item = TokenTrace | Sequence[SampleTrace] | Mapping[int, str] | int | None
+_Item = TokenTrace | Sequence[SampleTrace] | Mapping[int, str] | int | threading.Event | None
 
 
 class TraceWriter:
@@ -106,6 +106,13 @@ class TraceWriter:
         """What token ids look like (`token_texts`)."""
         self._put(dict(texts))
 
+    def wait(self) -> None:
+        """Return when all that was handed over so far is on the disk: for a process that may be killed without notice."""
+        written = threading.Event()
+        self._put(written)
+        while self._thread.is_alive() and not written.wait(0.1):
+            pass
+
     def close(self) -> None:
         """Write what is waiting; a step that was not committed is left out. Calling it twice is allowed."""
         if not self._closed:
@@ -131,9 +138,11 @@ class TraceWriter:
         except Exception as error:  # noqa: BLE001  a full disk must not end the run
             self.problem = f"the trace ended early: {error}"
 
-    def _take(self, item: TokenTrace | Sequence[SampleTrace] | Mapping[int, str] | int) -> None:
+    def _take(self, item: TokenTrace | Sequence[SampleTrace] | Mapping[int, str] | int | threading.Event) -> None:
         if isinstance(item, int):
             self._commit(item)
+        elif isinstance(item, threading.Event):
+            item.set()
         elif isinstance(item, TokenTrace):
             self._take_tokens(item)
         elif isinstance(item, Mapping):
