@@ -141,4 +141,4 @@ def test_memory_beyond_the_logits_does_not_grow():
     """1,024 rows of 50,000 logits in bfloat16 are .1 GB; all of them in float32 would be twice that."""
     logits = torch.zeros(1024, 50_000, dtype=torch.bfloat16)
     behaviour = BehaviourSupport.from_topk(torch.zeros(1024, dtype=torch.int64), torch.full((1024,), -1.0))
-    assert peak_growth(lambda: logits_statistics(logits, behaviour)) < 60e6
+    assert peak_growth(lambda: logits_statistics(logits, behaviour)) < 100e6

@@ -13,7 +13,7 @@ from predmask.core.support import first_occurrence
 from predmask.ops.fused import assemble
 from predmask.ops.shard import Shard
 from predmask.ops.statistics import Measured, Tail
-from predmask.ops.sweep import HOT_ELEMENTS, chunk_tokens
+from predmask.ops.sweep import HOT_ELEMENTS, chunk_tokens, tail_of_sums
 
 
 @torch.no_grad()
@@ -76,11 +76,16 @@ def _measure(logits: Tensor, ids: Tensor, distinct: Tensor) -> Measured:
     owned = (ids >= 0) & (ids < logits.shape[1])
     places = ids.masked_fill(~owned, 0)
     support = logits.gather(1, places).masked_fill(~owned, -math.inf)
-    # What this part does not own writes nothing: adding 0 leaves the column as it is.
-    taken = torch.zeros_like(support).masked_fill(owned & distinct, -math.inf)
-    return Measured(
-        shift=shift, support=support, distinct=distinct, tail=Tail.of(logits.scatter_add_(1, places, taken))
-    )
+    # What this part does not own, or has taken already, takes nothing.
+    weights = logits.exp()
+    weights.scatter_add_(1, places, -weights.gather(1, places).masked_fill(~(owned & distinct), 0.0))
+
+    def remeasure(faint: Tensor) -> Tail:
+        taken = torch.zeros_like(support).masked_fill(owned & distinct, -math.inf)
+        return Tail.of(logits[faint].scatter_add_(1, places[faint], taken[faint]))
+
+    tail = tail_of_sums(logits, weights, remeasure)
+    return Measured(shift=shift, support=support, distinct=distinct, tail=tail)
 
 
 def _check(

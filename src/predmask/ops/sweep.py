@@ -96,6 +96,24 @@ def chunk_tokens(vocabulary_size: int, tokens: int) -> int:
     return max(1, min(tokens, max(64, WORKSPACE_ELEMENTS // vocabulary_size // 64 * 64)))
 
 
+def tail_of_sums(logits: Tensor, weights: Tensor, remeasure: Callable[[Tensor], Tail]) -> Tail:
+    """The tail of logits [n, V], relative to the largest of each row, in few passes; the logits are consumed.
+
+    `weights` are their exponentials, with 0 for what is not in the tail. `remeasure` gives the tail of the rows [n] in
+    which that is too faint for sums relative to the largest logit.
+    """
+    mass = weights.sum(1)
+    faint = mass < _FAINT
+    remeasured = remeasure(faint) if faint.any() else None
+    collision = (torch.linalg.vector_norm(weights, dim=1) / mass).square()
+    # nansum: an id whose logit is -inf has no share in the mean.
+    tail = Tail(log_mass=mass.log(), mean=logits.mul_(weights).nansum(1) / mass, collision=collision)
+    if remeasured is not None:
+        for name in ("log_mass", "mean", "collision"):
+            getattr(tail, name)[faint] = getattr(remeasured, name)
+    return tail
+
+
 _spaces = threading.local()
 
 
@@ -217,16 +235,8 @@ class TorchSweep:
         torch.exp(logits, out=rows)
         places = self._distinct_places[part]
         self._write(places, rows.new_zeros(places.shape))
-        mass = rows.sum(1)
-        tail.log_mass[part] = mass.log()
-        tail.collision[part] = (torch.linalg.vector_norm(rows, dim=1) / mass).square()
-        faint = mass < _FAINT
-        remeasured = self._tail_of(logits[faint], part, faint) if faint.any() else None
-        # nansum: an id whose logit is -inf has no share in the mean.
-        tail.mean[part] = logits.mul_(rows).nansum(1) / mass
-        if remeasured is not None:
-            for name in ("log_mass", "mean", "collision"):
-                getattr(tail, name)[part][faint] = getattr(remeasured, name)
+        found = tail_of_sums(logits, rows, lambda faint: self._tail_of(logits[faint], part, faint))
+        tail.log_mass[part], tail.mean[part], tail.collision[part] = found.log_mass, found.mean, found.collision
 
     def _tail_of(self, logits: Tensor, part: slice, which: Tensor) -> Tail:
         """The tail of a few rows that are too faint for the sums of a chunk."""
