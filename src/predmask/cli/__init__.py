@@ -15,6 +15,7 @@ VERBS = (
     "train",
     "eval",
     "verify",
+    "verl",
     "mismatch",
     "report",
     "show",

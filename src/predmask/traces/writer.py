@@ -107,7 +107,7 @@ class TraceWriter:
         self._put(dict(texts))
 
     def wait(self) -> None:
-        """Return when all that was handed over so far is on the disk: for a process that may be killed without notice."""
+        """Return when all that was handed over is on the disk: for a process that may be killed without notice."""
         written = threading.Event()
         self._put(written)
         while self._thread.is_alive() and not written.wait(0.1):

@@ -1,0 +1,1 @@
+"""Plug-ins: the masks inside other trainers, without a fork of any."""

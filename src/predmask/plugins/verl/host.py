@@ -1,0 +1,218 @@
+"""What verl's configuration must not say beside the loss `predmask`, and why: a table, read before anything starts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from predmask.plugins.verl import LOSS_MODE
+
+VERSIONS = (0, 9, 1), (0, 10)
+"""From the first of verl's versions on, and before the second: the seams that are used are not documented."""
+
+_ACTOR, _MODEL, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
+_ENGINE = f"{_ROLLOUT}.engine_kwargs"
+_CORRECTION = "algorithm.rollout_correction"
+_TOP_K, _MAX_LOGPROBS = f"{_ACTOR}.policy_loss.top_k", f"{_ENGINE}.vllm.max_logprobs"
+_VLLM_LOGPROBS = 20
+"""vLLM's default of max_logprobs."""
+
+
+class _Option(NamedTuple):
+    """An option of verl, and which values the plug-in can honour."""
+
+    path: str
+    fits: Callable[[Any], bool]
+    why: str
+    remedy: str
+    """What makes it fit."""
+
+
+def _one_of(*values: Any) -> Callable[[Any], bool]:
+    return lambda value: value in values
+
+
+def _off(value: Any) -> bool:
+    return not value
+
+
+def _option(path: str, value: Any, why: str) -> _Option:
+    """An option that must have this value; None stands for not set, too."""
+    spelled = "null" if value is None else str(value).lower() if isinstance(value, bool) else value
+    return _Option(path, _off if value in (None, False) else _one_of(value), why, f"set {path}={spelled}")
+
+
+_TRUNCATED = (
+    "truncated sampling draws from fewer tokens than the policy that is trained has, so that every distance is off"
+)
+_BENT = "the server samples from another distribution than the logits at this temperature, which are what is trained"
+_FUSED = "fused kernels form no logits, of which the mask reads its numbers"
+_PADDED = "static padding moves the rows of the logits away from those of the top-K (verl refuses it with its own, too)"
+_TURNS = "of several turns, verl keeps the top-K of the first only"
+_SPECULATIVE = "which policy accepted the tokens, and whose log-probs are reported, differs between engines and methods"
+_SECOND = "a second importance weight on a ratio that is taken against the rollout policy already"
+_LEAVE_OUT = "leave it out"
+_MTP = "multi-token prediction adds a loss of its own; the plug-in has not been tried with it"
+
+OPTIONS = (
+    _option(
+        "trainer.use_v1", True, "the old trainer replaces the policy loss where the rollout's log-probs are the anchor"
+    ),
+    # The asynchronous modes.
+    _option(
+        "trainer.v1.trainer_mode",
+        "sync",
+        "a response may then be sampled by several versions of the policy, which the plug-in has not been tested with",
+    ),
+    _Option(
+        "algorithm.adv_estimator",
+        lambda value: str(value) != "remax",
+        "the baselines of ReMax are greedy responses, which have no top-K",
+        "set algorithm.adv_estimator=grpo",
+    ),
+    _option("distillation.enabled", False, "distillation carries its teacher's log-probs in the fields of the top-K"),
+    _option(
+        f"{_CORRECTION}.bypass_mode",
+        True,
+        "the anchor would be log-probs that the actor recomputes, and not those of the policy that sampled",
+    ),
+    _option(f"{_CORRECTION}.rollout_is", None, f"{_SECOND} (verl ignores it under bypass_mode)"),
+    _option(
+        f"{_CORRECTION}.rollout_rs",
+        None,
+        "another rule would reject tokens beside the mask (verl ignores it under bypass_mode)",
+    ),
+    _option(
+        "algorithm.use_pf_ppo", False, "verl's V1 trainer resamples the advantages without the responses they belong to"
+    ),
+    _Option(
+        f"{_ACTOR}.strategy",
+        _one_of("fsdp", "fsdp2", "megatron"),
+        "the plug-in has engines for fsdp, fsdp2 and megatron only, and without one no token is decided on",
+        f"set {_ACTOR}.strategy=fsdp2, or model_engine=megatron",
+    ),
+    _option(f"{_ACTOR}.use_fused_kernels", False, _FUSED),
+    _option(f"{_MODEL}.use_fused_kernels", False, _FUSED),
+    _option(
+        f"{_ACTOR}.use_prefix_grouper", False, "shared prefixes are taken out of the rows that the top-K belongs to"
+    ),
+    _option(f"{_ACTOR}.fsdp_config.pad_to_length", False, _PADDED)._replace(remedy=f"set {_ACTOR}.pad_to_length=false"),
+    _option(f"{_ACTOR}.megatron.pad_to_length", False, _PADDED),
+    _option(
+        f"{_ACTOR}.megatron.dynamic_context_parallel", False, "verl does not carry a top-K through it, and stops there"
+    ),
+    _option(f"{_MODEL}.mtp.enable_train", False, _MTP),
+    _option(f"{_MODEL}.mtp.enable_rollout", False, _SPECULATIVE),
+    _Option(
+        f"{_ROLLOUT}.name",
+        _one_of("vllm", "sglang"),
+        "the plug-in has servers that report a top-K for vllm and sglang only",
+        f"set {_ROLLOUT}.name=vllm",
+    ),
+    _option(f"{_ROLLOUT}.calculate_log_probs", True, "without the sampled tokens' log-probs there is no anchor"),
+    _option(
+        f"{_ROLLOUT}.logprobs_mode", "processed_logprobs", "these are not of the distribution that was sampled from"
+    ),
+    _Option(
+        f"{_ENGINE}.vllm.logprobs_mode",
+        _one_of(None, "processed_logprobs"),
+        "these are not of the distribution that was sampled from",
+        _LEAVE_OUT,
+    ),
+    _Option(
+        f"{_ROLLOUT}.temperature",
+        lambda value: isinstance(value, int | float) and value > 0,
+        "at temperature 0 nothing is sampled, and no ratio is defined",
+        f"set {_ROLLOUT}.temperature=1",
+    ),
+    _option(f"{_ROLLOUT}.top_p", 1, _TRUNCATED),
+    _Option(f"{_ROLLOUT}.top_k", _one_of(-1, 0), _TRUNCATED, f"set {_ROLLOUT}.top_k=-1"),
+    _Option(f"{_ROLLOUT}.repetition_penalty", _one_of(None, 1), _BENT, _LEAVE_OUT),
+    _Option(f"{_ENGINE}.vllm.logits_processors", _off, _BENT, _LEAVE_OUT),
+    _Option(f"{_ENGINE}.vllm.speculative_config", _off, _SPECULATIVE, _LEAVE_OUT),
+    _Option(f"{_ENGINE}.sglang.speculative_algorithm", _off, _SPECULATIVE, _LEAVE_OUT),
+    _option(
+        f"{_ROLLOUT}.disaggregation.enabled", False, "the answers of split servers pass by the plug-in's, without top-K"
+    ),
+    _option(f"{_ROLLOUT}.multi_turn.enable", False, _TURNS),
+    _option(f"{_ROLLOUT}.agent.default_agent_loop", LOSS_MODE, "other agent loops leave the top-K behind"),
+    _option(f"{_ROLLOUT}.agent.agent_loop_manager_class", None, "another manager may run other agent loops"),
+)
+"""To allow a value, change its entry, and what is tested of it."""
+
+_NO_EFFECT = {f"{_ACTOR}.clip_ratio": 0.2, f"{_ACTOR}.clip_ratio_low": 0.2} | {
+    f"{_ACTOR}.clip_ratio_high": 0.2,
+    f"{_ACTOR}.clip_ratio_c": 3.0,
+}
+"""verl's defaults of what the loss does not read."""
+_DROPOUT = f"{_MODEL}.lora.dropout"
+
+PATHS = (*(option.path for option in OPTIONS), _TOP_K, _MAX_LOGPROBS, *_NO_EFFECT, _DROPOUT)
+"""All that is read of verl's configuration."""
+
+
+def key_of(path: str) -> str:
+    """The name of an option in `policy_loss.host`."""
+    return path.removeprefix("actor_rollout_ref.").replace(".", "_")
+
+
+def hindrances(host: Mapping[str, Any]) -> list[str]:
+    """Why predmask cannot train under this configuration, a sentence each: what is set, why not, what to set instead.
+
+    `host` has the values of `PATHS` by `key_of`; what is not in it is not looked at, but an empty one is a hindrance.
+    """
+    if not host:
+        return [
+            "policy_loss.host is empty, so that nothing is known of the rest of the configuration: "
+            "add what `predmask verl args` prints to the command line"
+        ]
+    found = [
+        f"{option.path} is {_shown(host[key])}: {option.why}; {option.remedy}"
+        for option in OPTIONS
+        if (key := key_of(option.path)) in host and not option.fits(host[key])
+    ]
+    return found + _beyond_cap(host)
+
+
+def notes(host: Mapping[str, Any]) -> list[str]:
+    """What a user should know of this configuration, a sentence each; nothing of it is refused."""
+    changed = [path for path, default in _NO_EFFECT.items() if host.get(key_of(path), default) != default]
+    found = [
+        f"{path}={_shown(host[key_of(path)])} has no effect: the rule decides, and {_ACTOR}.policy_loss.ratio_cap is "
+        "the cap of the ratio"
+        for path in changed
+    ]
+    if host.get(key_of(_DROPOUT)):
+        found.append(
+            f"{_DROPOUT}={host[key_of(_DROPOUT)]}: dropout makes the policy that trains another one than "
+            "samples, which the mask sees as a distance; 0 is better"
+        )
+    return found
+
+
+def check_version(version: str) -> str | None:
+    """What is wrong with this version of verl; None for nothing."""
+    first, end = VERSIONS
+    release = re.match(r"\d+(\.\d+)*", version)
+    if release and first <= tuple(map(int, release[0].split("."))) < end:
+        return None
+    first, end = (".".join(map(str, part)) for part in VERSIONS)
+    return (
+        f"verl {version or '(unknown)'} is not one that the plug-in was tested with: pip install 'verl>={first},<{end}'"
+    )
+
+
+def _beyond_cap(host: Mapping[str, Any]) -> list[str]:
+    top_k, cap = host.get(key_of(_TOP_K)) or 0, host.get(key_of(_MAX_LOGPROBS))
+    cap = _VLLM_LOGPROBS if cap is None else cap
+    if host.get("rollout_name") != "vllm" or cap == -1 or top_k <= cap:
+        return []
+    return [
+        f"{_TOP_K} is {top_k}, and vLLM reports at most max_logprobs={cap}; set ++{_MAX_LOGPROBS}={top_k}, "
+        "or a smaller K"
+    ]
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,95 @@
+"""The policy-loss section of verl's actor configuration, as this plug-in reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl.workers.config import PolicyLossConfig as HostPolicyLossConfig  # pyright: ignore[reportMissingImports]
+
+from predmask.core import RULES, Rule
+from predmask.plugins.verl import LOSS_MODE
+from predmask.plugins.verl.host import hindrances
+
+
+class SettingsError(ValueError):
+    """A configuration that this plug-in refuses; the text names the values and the remedies."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceSettings:
+    """Which tokens are recorded for `predmask report`, and where."""
+
+    directory: str | None = None
+    """A new or empty directory; None records nothing."""
+    every: int = 1
+    """Record every so many steps."""
+    responses: int = 64
+    """Responses of each optimiser step that are recorded, over all workers; 0: all."""
+    max_mb: float = 2000.0
+    """Size at which every second step is deleted."""
+
+
+@dataclass
+class PolicyLossConfig(HostPolicyLossConfig):
+    """`actor_rollout_ref.actor.policy_loss`, made by Hydra in the driver and in each worker.
+
+    Raises SettingsError for a rule that cannot be made, and for host settings under which another objective than the
+    rule's would be trained.
+    """
+
+    loss_mode: str = LOSS_MODE
+    rule: dict[str, Any] = field(default_factory=lambda: {"name": "predictive"})
+    """The rule's name and its fields."""
+    top_k: int = 20
+    """K, the likeliest ids that the rollout server reports; 0 for rules of the sampled token alone."""
+    ratio_cap: float | None = 5.0
+    """C, the cap of the detached importance weight; None for no cap."""
+    traces: dict[str, Any] = field(default_factory=dict)
+    """Fields of `TraceSettings`."""
+    host: dict[str, Any] = field(default_factory=dict)
+    """What the rest of verl's configuration says (see `host.hindrances`)."""
+
+    def __post_init__(self) -> None:
+        # Where the entry point was not loaded, as with VERL_USE_EXTERNAL_PLUGINS=none.
+        from predmask.plugins.verl import register as register
+
+        rule = self.make_rule()
+        self.trace_settings()
+        found = list(hindrances(self.host))
+        if self.loss_mode != LOSS_MODE:
+            found.append(f"policy_loss.loss_mode is {self.loss_mode!r}: set it to {LOSS_MODE!r}, or leave it out")
+        if rule.needs_topk and self.top_k < 1:
+            found.append(f"rule {rule.name!r} reads the top-K, and policy_loss.top_k is {self.top_k}: set 20, for one")
+        if self.top_k < 0:
+            found.append(f"policy_loss.top_k is {self.top_k}: it must be 0 or more")
+        if self.ratio_cap is not None and not self.ratio_cap > 0:
+            found.append(f"policy_loss.ratio_cap is {self.ratio_cap}: it must be above 0 (null for no cap)")
+        if found:
+            raise SettingsError("predmask cannot train under this configuration:\n- " + "\n- ".join(found))
+
+    def make_rule(self) -> Rule:
+        """The rule that decides."""
+        return make_rule(self.rule)
+
+    def trace_settings(self) -> TraceSettings:
+        """What is recorded."""
+        try:
+            return TraceSettings(**self.traces)
+        except TypeError as error:
+            known = ", ".join(TraceSettings.__dataclass_fields__)
+            raise SettingsError(f"policy_loss.traces is {dict(self.traces)}: its fields are {known}") from error
+
+
+def make_rule(settings: Mapping[str, Any]) -> Rule:
+    """The rule of these settings: `name`, and fields of the rule."""
+    given = dict(settings)
+    name = given.pop("name", None)
+    if name not in RULES:
+        raise SettingsError(f"policy_loss.rule.name is {name!r}: choose one of {', '.join(RULES)}")
+    try:
+        return RULES[name](**given)
+    except (TypeError, ValueError) as error:
+        known = ", ".join(RULES[name].__dataclass_fields__) or "none"
+        raise SettingsError(f"policy_loss.rule is {dict(settings)}: {error} (fields of {name}: {known})") from error
