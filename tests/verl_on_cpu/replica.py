@@ -39,7 +39,7 @@ class Server:
             batch, self._waiting = self._waiting, []
             try:
                 self._answer(batch)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - whatever it is, all that wait are told
                 for _, _, waiting in batch:
                     waiting.set_exception(error)
         return await answer

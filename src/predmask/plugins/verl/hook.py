@@ -44,6 +44,7 @@ class Hook:
         self._cut, self._shard = cut, shard
         self._limit = vocabulary_size
         self._vocabulary_size = 0
+        self._last: tuple[Any, Packed] | None = None
         self._progress = progress
         self.metrics = Metrics()
         """What the mask did in this process's part of the optimiser step."""
@@ -56,10 +57,16 @@ class Hook:
             return self._measure(student_logits, data, data_format)
         return self._decide(data, **more)
 
+    def _packed(self, data: Any) -> Packed:
+        """The micro-batch's tokens, made once for its two calls."""
+        if self._last is None or self._last[0] is not data:
+            self._last = data, Packed.of(data, self._settings.top_k)
+        return self._last[1]
+
     @torch.no_grad()
     def _measure(self, logits: Tensor, data: Any, data_format: str) -> dict[str, Tensor]:
         """The policy's statistics at the rows that predict response tokens; the others are not computed."""
-        packed = Packed.of(data, self._settings.top_k)
+        packed = self._packed(data)
         marks = self._cut(packed.marks, data_format)
         if marks.shape != logits.shape[:-1]:
             raise RuntimeError(
@@ -83,7 +90,7 @@ class Hook:
 
     def _decide(self, data: Any, model_output: dict[str, Any], **more: Any) -> Any:
         """The rule's decision, then verl's loss."""
-        packed = Packed.of(data, self._settings.top_k)
+        packed = self._packed(data)
         policy = policy_from(model_output, packed, self._vocabulary_size)
         _check_alignment(model_output["log_probs"].values()[packed.row], policy, packed)
         decision = self._rule(packed.behaviour, policy, packed.advantage, packed.response_mask)

@@ -147,8 +147,9 @@ _NO_EFFECT = {f"{_ACTOR}.clip_ratio": 0.2, f"{_ACTOR}.clip_ratio_low": 0.2} | {
 }
 """verl's defaults of what the loss does not read."""
 _DROPOUT = f"{_MODEL}.lora.dropout"
+_AVERAGE, _DIVISOR = f"{_ACTOR}.loss_agg_mode", f"{_ACTOR}.loss_scale_factor"
 
-PATHS = (*(option.path for option in OPTIONS), _TOP_K, _MAX_LOGPROBS, *_NO_EFFECT, _DROPOUT)
+PATHS = (*(option.path for option in OPTIONS), _TOP_K, _MAX_LOGPROBS, *_NO_EFFECT, _DROPOUT, _AVERAGE, _DIVISOR)
 """All that is read of verl's configuration."""
 
 
@@ -187,6 +188,11 @@ def notes(host: Mapping[str, Any]) -> list[str]:
         found.append(
             f"{_DROPOUT}={host[key_of(_DROPOUT)]}: dropout makes the policy that trains another one than "
             "samples, which the mask sees as a distance; 0 is better"
+        )
+    if host.get(key_of(_AVERAGE)) == "seq-mean-token-sum-norm" and host.get(key_of(_DIVISOR)) is None:
+        found.append(
+            f"{_AVERAGE}=seq-mean-token-sum-norm without {_DIVISOR}: verl divides by the longest response of each "
+            "micro-batch, so that the loss depends on the split; set the largest length of a response"
         )
     return found
 

@@ -39,7 +39,7 @@ class Progress:
             self._first = False
         self._tracer.begin(self.step)
         yield self
-        last = listed(data, "update_lr_scheduler") == [True]
+        last = any(listed(data, "update_lr_scheduler"))
         self._tracer.end(last=last)
         self.optimizer_step += 1
         if last:

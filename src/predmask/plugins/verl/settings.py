@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from verl.workers.config import PolicyLossConfig as HostPolicyLossConfig  # pyright: ignore[reportMissingImports]
@@ -78,7 +78,7 @@ class PolicyLossConfig(HostPolicyLossConfig):
         try:
             return TraceSettings(**self.traces)
         except TypeError as error:
-            known = ", ".join(TraceSettings.__dataclass_fields__)
+            known = ", ".join(one.name for one in fields(TraceSettings))
             raise SettingsError(f"policy_loss.traces is {dict(self.traces)}: its fields are {known}") from error
 
 
@@ -91,5 +91,5 @@ def make_rule(settings: Mapping[str, Any]) -> Rule:
     try:
         return RULES[name](**given)
     except (TypeError, ValueError) as error:
-        known = ", ".join(RULES[name].__dataclass_fields__) or "none"
+        known = ", ".join(one.name for one in fields(RULES[name])) or "none"
         raise SettingsError(f"policy_loss.rule is {dict(settings)}: {error} (fields of {name}: {known})") from error

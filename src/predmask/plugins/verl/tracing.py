@@ -66,10 +66,15 @@ class Tracer:
 
     def record(self, data: Any, decided: Decided, place: Place) -> None:
         """Take as many responses of a micro-batch as this optimiser step still wants."""
-        count = int(min(self._left, len(decided.packed.lengths)))
-        if count:
-            self._left -= count
-            self._parts.append(self._part(data, decided, place, count))
+        if not self._left:
+            return
+        packed = decided.packed
+        sample = torch.arange(len(packed.lengths), device=packed.row.device).repeat_interleave(packed.lengths)
+        # verl fills its batches up with responses of which no token was sampled.
+        there = sample[packed.response_mask].unique()[: int(min(self._left, len(packed.lengths)))]
+        if len(there):
+            self._left -= len(there)
+            self._parts.append(self._part(data, decided, place, there, torch.isin(sample, there)))
 
     def end(self, *, last: bool) -> None:
         """The optimiser step is over: the first worker takes what all of them recorded."""
@@ -89,33 +94,33 @@ class Tracer:
         if self._gathered is not None:
             self._gathered.write(found, self._step, last=last)
 
-    def _part(self, data: Any, decided: Decided, place: Place, count: int) -> _Part:
-        """The first responses of a micro-batch."""
-        packed = decided.packed
-        lengths = packed.lengths[:count].cpu()
+    def _part(self, data: Any, decided: Decided, place: Place, there: Tensor, tokens: Tensor) -> _Part:
+        """The responses `there` of a micro-batch, to which the tokens [N] belong where True."""
+        packed, there = decided.packed, there.cpu()
+        lengths = packed.lengths.cpu()[there]
         total = int(lengths.sum())
-        sample = torch.arange(count).repeat_interleave(lengths)
-        versions = place.versions if place.versions is not None else torch.full((count,), place.optimizer_step)
-        position = torch.arange(total) - (lengths.cumsum(0) - lengths)[sample]
+        sample = torch.arange(len(there)).repeat_interleave(lengths)
+        versions = torch.full(packed.lengths.shape, place.optimizer_step) if place.versions is None else place.versions
         fields = {key: data[key] for key in data.keys()}  # noqa: SIM118  a TensorDict iterates over rows
-        tokens = TokenTrace(
+        samples = samples_from_verl(fields, step=place.step, eos=_ends(self._tokenizer))
+        trace = TokenTrace(
             step=torch.full((total,), place.step),
             epoch=torch.zeros(total, dtype=torch.int64),
             minibatch=torch.zeros(total, dtype=torch.int64),
             optimizer_step=torch.full((total,), place.optimizer_step),
-            version=versions[:count][sample],
+            version=versions[there][sample],
             sample=sample,
             group=sample,
-            position=position,
-            advantage=packed.advantage[:total].cpu(),
-            behaviour=each_tensor(packed.behaviour, lambda values: values[:total].cpu()),
-            policy=each_tensor(decided.policy, lambda values: values[:total].cpu()),
-            decision=each_tensor(decided.decision, lambda values: values[:total].cpu()),
+            position=torch.arange(total) - (lengths.cumsum(0) - lengths)[sample],
+            advantage=packed.advantage[tokens].cpu(),
+            behaviour=each_tensor(packed.behaviour, lambda values: values[tokens].cpu()),
+            policy=each_tensor(decided.policy, lambda values: values[tokens].cpu()),
+            decision=each_tensor(decided.decision, lambda values: values[tokens].cpu()),
         )
         return _Part(
-            keys=_keys(fields, count),
-            samples=samples_from_verl(fields, step=place.step, eos=_ends(self._tokenizer))[:count],
-            tokens=tokens,
+            keys=[_keys(fields)[row] for row in there.tolist()],
+            samples=[samples[row] for row in there.tolist()],
+            tokens=trace,
             info=TraceInfo(
                 run=Path(str(self._settings.directory)).name,
                 rule=self._rule,
@@ -197,9 +202,11 @@ class _Writer:
         )
 
 
-def _keys(fields: Mapping[str, Any], count: int) -> list[tuple[str, str]]:
-    prompts, numbers = listed(fields, "uid")[:count], listed(fields, "session_id")[:count]
-    return [(str(prompt), str(number)) for prompt, number in zip(prompts, numbers, strict=True)]
+def _keys(fields: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [
+        (str(prompt), str(number))
+        for prompt, number in zip(listed(fields, "uid"), listed(fields, "session_id"), strict=True)
+    ]
 
 
 def _ends(tokenizer: Any) -> set[int]:
