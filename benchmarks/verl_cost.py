@@ -78,7 +78,7 @@ def make_samples(count: int, tokens: int, vocabulary: int) -> list[dict[str, Any
     return found
 
 
-def actor(rounds: int, *, tokens: int = 512, count: int = 2, layers: int = 4, width: int = 1024) -> dict[str, Any]:
+def actor(rounds: int, *, tokens: int = 256, count: int = 2, layers: int = 4, width: int = 1024) -> dict[str, Any]:
     """Seconds of an update with each loss, in turn."""
     from verl.workers.config import PolicyLossConfig as HostConfig
 

@@ -138,6 +138,16 @@ def filled() -> list[Sample]:
     ]
 
 
+def with_reference() -> list[Sample]:
+    """Forced tokens inside, and a reference policy's log-probs of all tokens."""
+    generator = torch.Generator().manual_seed(5)
+    return [{**s, "ref": s["logp"] + 0.5 * torch.randn(s["logp"].shape, generator=generator)} for s in forced()]
+
+
+def without_topk() -> list[Sample]:
+    return [{key: value for key, value in sample.items() if "topk" not in key} for sample in make_samples()]
+
+
 def long_and_short() -> list[Sample]:
     """Field case 25: 2 tokens of loss 1, 8 tokens of loss 3."""
     samples = make_samples([(3, 2), (2, 8)], apart=0.0)
@@ -181,6 +191,11 @@ class Expected:
     losses: Tensor
     """[N] -keep · min(r, C) · A."""
     loss: float
+    """Their average."""
+    beside: dict[str, float]
+    """Entropy and distance to the reference policy, averaged likewise."""
+    total: float
+    """What is differentiated, with these two."""
     metrics: dict[str, float]
     gradients: dict[str, Tensor]
 
@@ -217,16 +232,35 @@ def expect(case: Case) -> Expected:
     shares = averages(case.samples, **case.actor)
     # The host's own log-probs are what is differentiated: over the whole head.
     logp = rows.log_softmax(-1).gather(1, behaviour.ids[:, :1])[:, 0]
-    (shares * factors * logp).sum().backward()
+    beside, extra = _beside(case, rows, logp, shares)
+    ((shares * factors * logp).sum() + extra).backward()
+    loss = float((shares * factors).sum())
     return Expected(
         behaviour=behaviour,
         policy=policy,
         decision=decision,
         losses=factors,
-        loss=float((shares * factors).sum()),
+        loss=loss,
+        beside=beside,
+        total=loss + extra.item(),
         metrics=mask_metrics(behaviour, policy, decision, staleness=torch.zeros(len(mask))).compute(),
         gradients={name: weights.grad.clone() for name, weights in model.named_parameters()},
     )
+
+
+def _beside(case: Case, rows: Tensor, logp: Tensor, shares: Tensor) -> tuple[dict[str, float], Tensor]:
+    """The averages of H and of exp(d) - d - 1, d = log ref - log pi, and their sum with verl's coefficients."""
+    found, total = {}, torch.zeros((), dtype=torch.float64)
+    if case.split.get("entropy"):
+        entropy = (shares * -(rows.softmax(-1) * rows.log_softmax(-1)).sum(-1)).sum()
+        found["actor/entropy_loss"] = entropy.item()
+        total = total - case.actor["entropy_coeff"] * entropy
+    if case.actor.get("use_kl_loss"):
+        apart = joined(case.samples, "ref").double() - logp
+        distance = (shares * (apart.exp() - apart - 1)).sum()
+        found["kl_loss"] = distance.item()
+        total = total + case.actor["kl_loss_coef"] * distance
+    return found, total
 
 
 def averages(
@@ -240,7 +274,7 @@ def averages(
             "token-sum": 1.0,
             "seq-mean-token-mean": 1 / len(samples) / max(1, int(sample["mask"].sum())),
             "seq-mean-token-sum": 1 / len(samples),
-            "seq-mean-token-sum-norm": 1 / len(samples) / (loss_scale_factor or math.nan),
+            "seq-mean-token-sum-norm": 1 / len(samples) / (loss_scale_factor or 1.0),
         }[loss_agg_mode]
         found.append(sample["mask"].double() * share)
     return torch.cat(found)
@@ -276,7 +310,8 @@ def assert_as_expected(case: Case, traces: Path, metrics: Mapping[str, float], g
     logged = {key.removeprefix("predmask/"): value for key, value in metrics.items() if "predmask" in key}
     assert logged == pytest.approx(expected.metrics, rel=1e-4, abs=2e-6)
     assert metrics["actor/pg_loss"] == pytest.approx(expected.loss, rel=1e-5, abs=1e-6)
-    assert metrics["loss"] == pytest.approx(expected.loss, rel=1e-5, abs=1e-6)
+    assert {name: metrics[name] for name in expected.beside} == pytest.approx(expected.beside, rel=1e-5, abs=1e-6)
+    assert metrics["loss"] == pytest.approx(expected.total, rel=1e-5, abs=1e-6)
     assert gradients.keys() == expected.gradients.keys()
     for key, value in expected.gradients.items():
         assert_close(gradients[key], value, key)

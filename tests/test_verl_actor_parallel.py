@@ -24,6 +24,7 @@ from helpers_verl import (
     make_samples,
     read_tokens,
     run_processes,
+    with_reference,
     write_policy,
 )
 from predmask.traces import TokenTrace, Trace
@@ -32,6 +33,8 @@ if importlib.util.find_spec("verl") is None:
     pytest.skip("needs verl", allow_module_level=True)
 
 WORLD = 2
+# Sequences of either kind, so that the host pads before it cuts.
+assert {sum(pair) % WORLD for pair in LENGTHS} == {0, 1}
 DATA: dict[str, Callable[[], Case]] = {
     "token-mean": lambda: Case(),
     "token-mean, padded": lambda: Case(actor={"use_remove_padding": False}, samples=forced()),
@@ -43,6 +46,11 @@ DATA: dict[str, Callable[[], Case]] = {
     "dynamic": lambda: Case(split={"tokens": 12}),
     "2 and 8 tokens": lambda: Case(samples=long_and_short(), rule={"name": "none"}),
     "filled": lambda: Case(samples=filled()),
+    "entropy and reference": lambda: Case(
+        samples=with_reference(),
+        actor={"entropy_coeff": 0.2, "use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "low_var_kl"},
+        split={"micro_batch": 1, "entropy": True},
+    ),
 }
 """Cases whose samples are dealt to the workers in turn."""
 SEQUENCE: dict[str, Callable[[], Case]] = {
@@ -51,6 +59,8 @@ SEQUENCE: dict[str, Callable[[], Case]] = {
     "warm": lambda: Case(samples=make_samples(temperature=0.7), temperature=0.7, split={"micro_batch": 3}),
 }
 """Cases whose sequences are cut in two."""
+PLAIN = Case(samples=forced(), rule={"name": "none"}, ratio_cap=1.5, split={"micro_batch": 2})
+"""What any loss of the host can say, too."""
 
 
 def work(rank: int, folder: str) -> None:
@@ -64,6 +74,8 @@ def work(rank: int, folder: str) -> None:
     spread_steps(where, rank)
     for name, make in SEQUENCE.items():
         torch.save(cut_sequences(where, name, make()), where / f"{name} {rank}.pt")
+    torch.save(cut_gradients(where), where / f"cut gradients {rank}.pt")
+    torch.save(problem_in_one(where, rank), where / f"problem {rank}.pt")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
@@ -110,6 +122,56 @@ def cut_sequences(where: Path, name: str, case: Case) -> dict[str, Any]:
     found = infer(worker, make_batch(case.samples, temperature=case.temperature, **case.split))
     metrics = train(worker, make_batch(case.samples, temperature=case.temperature, **case.split))
     return {"log_probs": found and found[0], "metrics": metrics and logged(metrics)}
+
+
+def cut_gradients(where: Path) -> dict[str, dict[str, Any]]:
+    """Of sequences cut in two: by this package's loss, and by one of the host's kind with the same formula."""
+    from verl.workers.config import PolicyLossConfig as HostPolicyLossConfig
+
+    from predmask.plugins.verl.settings import PolicyLossConfig
+    from verl_on_cpu.actor import logged, make_batch, make_worker, train, watch_gradients
+
+    found = {}
+    for name, policy_loss in {
+        "masked": PolicyLossConfig(**PLAIN.policy_loss),
+        "plain": HostPolicyLossConfig(loss_mode=register_plain_loss()),
+    }.items():
+        worker = make_worker(where / "model", policy_loss, sequence_parallel=WORLD)
+        gradients = watch_gradients(worker)
+        metrics = train(worker, make_batch(PLAIN.samples, **PLAIN.split))
+        found[name] = {"gradients": gradients[0], "loss": metrics and float(logged(metrics)["actor/pg_loss"])}
+    return found
+
+
+def register_plain_loss() -> str:
+    """-min(r, C) · A, with the gradient of -min(r, C) · A · log pi where the factors are constants."""
+    from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
+
+    @register_policy_loss("plain")
+    def plain(
+        old_log_prob: Any, log_prob: Any, advantages: Any, response_mask: Any, loss_agg_mode: str, config: Any, **_: Any
+    ) -> Any:
+        weight = (log_prob - old_log_prob).exp().clamp(max=PLAIN.ratio_cap).detach()
+        losses = -weight * advantages * (1 + log_prob - log_prob.detach())
+        return agg_loss(losses, response_mask, loss_agg_mode, **config.global_batch_info), {}
+
+    return "plain"
+
+
+def problem_in_one(where: Path, rank: int) -> str:
+    """What is raised where the server's answer to the second worker cannot be used."""
+    from predmask.plugins.verl.settings import PolicyLossConfig
+    from verl_on_cpu.actor import make_batch, make_worker, train
+
+    samples = make_samples()[rank::WORLD]
+    if rank == 1:
+        samples[2]["extra"] = {"min_global_steps": 0, "predmask_problem": "no entry at position 3"}
+    worker = make_worker(where / "model", PolicyLossConfig(**Case().policy_loss))
+    try:
+        train(worker, make_batch(samples, global_batch_size=len(LENGTHS)))
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
 
 
 @pytest.fixture(scope="module")
@@ -176,9 +238,20 @@ def test_cut_sequences_are_put_together(folder, name):
     assert tokens.decision.dropped.any()
 
 
-def test_the_cuts_are_padded():
-    """Some rows are odd in number, so that the host pads them before it cuts."""
-    lengths = [sum(pair) for pair in LENGTHS]
-    assert {length % WORLD for length in lengths} == {0, 1}
-    assert sum(lengths[:5]) % WORLD == 0
-    assert sum(lengths[:3]) % WORLD == 0
+def test_cut_sequences_have_the_hosts_gradients(folder):
+    """Whatever factors the host's cut brings with it."""
+    found = [torch.load(folder / f"cut gradients {rank}.pt", weights_only=False) for rank in range(WORLD)]
+    assert found[0]["masked"]["loss"] == pytest.approx(found[0]["plain"]["loss"], rel=1e-5)
+    for part in found:
+        masked, plain = part["masked"]["gradients"], part["plain"]["gradients"]
+        assert masked.keys() == plain.keys()
+        for key, value in plain.items():
+            assert value.abs().max() > 0, key
+            assert_close(masked[key], value, key)
+
+
+def test_a_servers_problem_is_raised_in_every_worker(folder):
+    """Also where it is another worker's: none of them waits."""
+    texts = [torch.load(folder / f"problem {rank}.pt", weights_only=False) for rank in range(WORLD)]
+    assert texts[0] == texts[1]
+    assert "top-K of 1 responses of a mini-batch cannot be used: no entry at position 3" in texts[0]

@@ -1,6 +1,7 @@
 """The agent loop inside verl: what it asks of servers, and what it puts into the batch; the servers are stand-ins."""
 
 import asyncio
+import json
 import warnings
 from importlib.resources import files
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from transformers import AutoTokenizer
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # verl's own
-    from verl.experimental.agent_loop.agent_loop import DictConfigWrap
+    from verl.experimental.agent_loop.agent_loop import AgentLoopWorker, DictConfigWrap
     from verl.utils.dataset.rl_dataset import RLHFDataset
     from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
     from verl.workers.rollout.replica import TokenOutput
@@ -107,9 +108,15 @@ def ran(server, kind=LLMServerClient, *, config=CONFIG, sampling=SAMPLING):
     return asyncio.run(run())
 
 
+def rows(output):
+    """What verl's conversion puts into the batch."""
+    batch = output.as_dict()
+    return batch["teacher_ids"], batch["teacher_logprobs"]
+
+
 def expect_rows(output, versions):
     """The rows of a response whose tokens were sampled by these versions."""
-    ids, logp = output.extra_fields["teacher_ids"], output.extra_fields["teacher_logprobs"]
+    ids, logp = rows(output)
     prompt, total = len(output.prompt_ids), len(output.prompt_ids) + len(output.response_ids)
     assert prompt > 1
     expected = torch.full((total, K), -1, dtype=torch.int32)
@@ -130,10 +137,41 @@ def test_the_batch_gets_the_topk(kind):
     assert server.requests[0]["sampling_params"]["logprobs"] == K
     fields = output.extra_fields
     assert [fields[f"{name}_global_steps"] for name in ("min", "max")] == [2, 2]
-    # Nothing else of predmask's travels, and verl's conversion finds the two fields.
     assert not {name for name in fields if name.startswith("predmask")}
     batch = output.as_dict()
-    assert batch["teacher_ids"].shape == batch["teacher_logprobs"].shape == (len(output.prompt_ids) + 3, K)
+    assert batch["responses"].tolist() == [7, 8, 9]
+    assert batch["extra_fields"] == fields
+
+
+@pytest.mark.parametrize("topk", [True, False])
+def test_the_reward_functions_get_no_topk(topk):
+    """verl hands extra fields to the reward workers, and merges them into the functions' `extra_info`."""
+    sent = []
+
+    async def compute_score(data):
+        sent.append(data)
+        return {"reward_score": 0.5, "reward_extra_info": {"acc": 1}}
+
+    worker = AgentLoopWorker.__new__(AgentLoopWorker)
+    worker.reward_loop_worker_handles = [SimpleNamespace(compute_score=SimpleNamespace(remote=compute_score))]
+    worker.processor, worker.mm_processor_kwargs = None, {}
+    output = ran(Server(said([7, 8, 9], topk=topk)))
+    asyncio.run(worker._compute_score([output], kwargs={"data_source": "here"}))
+    (fields,) = sent[0].non_tensor_batch["tool_extra_fields"]
+    json.dumps(fields)
+    assert not {name for name in fields if name.startswith("teacher")}
+    assert (PROBLEM in fields) is not topk
+    # And the score reaches the batch beside the top-K.
+    batch = output.as_dict()
+    assert batch["rm_scores"].tolist() == [0, 0, 0.5]
+    assert "teacher_ids" in batch
+    if topk:
+        expect_rows(output, [1, 1, 1])
+
+
+def test_a_trace_of_an_output_has_no_topk():
+    """verl's traces dump an output's model."""
+    assert "teacher" not in str(ran(Server(said([7, 8]))).model_dump())
 
 
 def test_a_response_is_cut_with_its_rows():
@@ -202,20 +240,20 @@ def test_a_faulty_topk_is_reported_not_raised(answer, match, kind):
     """Field case 17; verl drops a group without a word where a loop raises."""
     output = ran(Server(answer.model_copy(deep=True)), kind)
     assert output.response_ids == [7, 8]
-    fields = output.extra_fields
     with pytest.raises(RuntimeError, match=match):
-        raise RuntimeError(fields[PROBLEM])
-    assert fields["teacher_ids"].shape == (len(output.prompt_ids) + 2, K)
-    assert (fields["teacher_ids"] == -1).all()
-    assert fields["teacher_logprobs"].isnan().all()
+        raise RuntimeError(output.as_dict()["extra_fields"][PROBLEM])
+    ids, logp = rows(output)
+    assert ids.shape == logp.shape == (len(output.prompt_ids) + 2, K)
+    assert (ids == -1).all()
+    assert logp.isnan().all()
 
 
 @pytest.mark.parametrize("change", [{"temperature": 0}, {"top_p": 0.7}, {"top_k": 50}], ids=str)
-def test_prompts_that_are_not_trained_on_need_no_topk(change):
+def test_prompts_that_are_sampled_otherwise_need_no_topk(change):
     server = Server(said([7, 8], topk=False))
     output = ran(server, sampling=SAMPLING | change)
     assert server.requests[0]["sampling_params"]["logprobs"] is True
-    assert "teacher_ids" not in output.extra_fields
+    assert "teacher_ids" not in output.as_dict()
     assert PROBLEM not in output.extra_fields
 
 
@@ -224,7 +262,7 @@ def test_rules_of_the_sampled_token_ask_as_verl_does():
     server = Server(said([7, 8], topk=False))
     output = ran(server, config=config)
     assert server.requests[0]["sampling_params"]["logprobs"] is True
-    assert "teacher_ids" not in output.extra_fields
+    assert "teacher_ids" not in output.as_dict()
 
 
 def test_the_callers_parameters_are_not_changed():

@@ -13,8 +13,11 @@ CORRECTION, ENGINE = "algorithm.rollout_correction", "actor_rollout_ref.rollout.
 
 # A configuration of verl 0.9.1 with nothing but the plug-in's group added, FSDP and vLLM.
 ACCEPTED = {
+    "async_training": None,
+    "rollout": None,
     "trainer.use_v1": True,
     "trainer.v1.trainer_mode": "sync",
+    "trainer.v1.separate_async.parameter_sync_step": 4,
     "distillation.enabled": False,
     f"{CORRECTION}.bypass_mode": True,
     f"{CORRECTION}.rollout_is": None,
@@ -33,20 +36,17 @@ ACCEPTED = {
     f"{ROLLOUT}.name": "vllm",
     f"{ROLLOUT}.calculate_log_probs": True,
     f"{ROLLOUT}.logprobs_mode": "processed_logprobs",
-    f"{ENGINE}.vllm.logprobs_mode": None,
+    f"{ENGINE}.vllm": {},
     f"{ROLLOUT}.temperature": 1.0,
     f"{ROLLOUT}.top_p": 1,
     f"{ROLLOUT}.top_k": -1,
     f"{ROLLOUT}.repetition_penalty": None,
-    f"{ENGINE}.vllm.logits_processors": None,
-    f"{ENGINE}.vllm.speculative_config": None,
     f"{ENGINE}.sglang.speculative_algorithm": None,
     f"{ROLLOUT}.disaggregation.enabled": False,
     f"{ROLLOUT}.multi_turn.enable": False,
     f"{ROLLOUT}.agent.default_agent_loop": "predmask",
     f"{ROLLOUT}.agent.agent_loop_manager_class": None,
     f"{ACTOR}.policy_loss.top_k": 20,
-    f"{ENGINE}.vllm.max_logprobs": None,
     f"{ACTOR}.clip_ratio": 0.2,
     f"{ACTOR}.clip_ratio_low": 0.2,
     f"{ACTOR}.clip_ratio_high": 0.2,
@@ -58,7 +58,12 @@ ACCEPTED = {
 
 
 def host(**changes):
-    return {key_of(path): value for path, value in (ACCEPTED | changes).items()}
+    """`policy_loss.host`, with these paths changed; those of vLLM's arguments are put into their mapping."""
+    group = f"{ENGINE}.vllm."
+    of_vllm = {path.removeprefix(group): value for path, value in changes.items() if path.startswith(group)}
+    others = {path: value for path, value in changes.items() if not path.startswith(group)}
+    values = ACCEPTED | ({f"{ENGINE}.vllm": of_vllm} if of_vllm else {}) | others
+    return {key_of(path): value for path, value in values.items()}
 
 
 def test_a_fit_configuration_has_no_hindrance_and_no_note():
@@ -70,13 +75,20 @@ def test_a_fit_configuration_has_no_hindrance_and_no_note():
 @pytest.mark.parametrize(
     "changes",
     [
+        {"trainer.v1.trainer_mode": "colocate_async"},
+        {"trainer.v1.trainer_mode": "separate_async"},
         {f"{ACTOR}.strategy": "fsdp2"},
         {f"{ACTOR}.strategy": "megatron", f"{ACTOR}.megatron.pad_to_length": False},
         {f"{ROLLOUT}.name": "sglang", f"{ACTOR}.policy_loss.top_k": 50},
+        {f"{ROLLOUT}.name": "sglang", f"{ROLLOUT}.logprobs_mode": None},
         {f"{ROLLOUT}.temperature": 0.6},
-        {f"{ROLLOUT}.top_k": 0, f"{ROLLOUT}.top_p": 1.0, f"{ROLLOUT}.repetition_penalty": 1.0},
+        {f"{ROLLOUT}.repetition_penalty": 1.1},
+        {f"{ROLLOUT}.top_k": 0, f"{ROLLOUT}.top_p": 1.0},
+        {f"{ENGINE}.vllm": None},
+        {f"{ENGINE}.vllm.max-num-seqs": 8, f"{ENGINE}.vllm.logprobs-mode": "processed_logprobs"},
         {f"{ACTOR}.policy_loss.top_k": 50, f"{ENGINE}.vllm.max_logprobs": 50},
-        {f"{ACTOR}.policy_loss.top_k": 50, f"{ENGINE}.vllm.max_logprobs": -1},
+        {f"{ACTOR}.policy_loss.top_k": 50, f"{ENGINE}.vllm.max-logprobs": -1},
+        {f"{ACTOR}.policy_loss.top_k": 50, f"{ENGINE}.vllm.max-logprobs": 20, f"{ENGINE}.vllm.max_logprobs": 50},
         {f"{ACTOR}.policy_loss.top_k": 0},
     ],
 )
@@ -85,11 +97,26 @@ def test_what_is_allowed(changes):
 
 
 @pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (f"{ROLLOUT}.multi_turn.enable", True),
+        (f"{ROLLOUT}.agent.default_agent_loop", "tool_agent"),
+        (f"{ROLLOUT}.agent.agent_loop_manager_class", "a.B"),
+        (f"{ROLLOUT}.disaggregation.enabled", True),
+    ],
+)
+def test_what_the_topk_alone_forbids(path, value):
+    assert len(hindrances(host(**{path: value}))) == 1
+    assert hindrances(host(**{path: value, f"{ACTOR}.policy_loss.top_k": 0})) == []
+
+
+@pytest.mark.parametrize(
     ("path", "value", "said", "remedy"),
     [
+        ("async_training", {"staleness_threshold": 0.1}, "batches of another kind", "start verl.trainer.main_ppo"),
+        ("rollout", {"nnodes": 1, "n_gpus_per_node": 8}, "batches of another kind", "start verl.trainer.main_ppo"),
         ("trainer.use_v1", False, "replaces the policy loss", "trainer.use_v1=true"),
-        ("trainer.v1.trainer_mode", "separate_async", "several versions", "trainer.v1.trainer_mode=sync"),
-        ("trainer.v1.trainer_mode", "colocate_async", "several versions", "trainer.v1.trainer_mode=sync"),
+        ("trainer.v1.trainer_mode", "my_own", "count its steps", "trainer.v1.trainer_mode=sync"),
         ("distillation.enabled", True, "teacher", "distillation.enabled=false"),
         (f"{CORRECTION}.rollout_is", "token", "second importance weight", f"{CORRECTION}.rollout_is=null"),
         (f"{CORRECTION}.rollout_rs", "seq_mean_k3", "another rule", f"{CORRECTION}.rollout_rs=null"),
@@ -111,7 +138,10 @@ def test_what_is_allowed(changes):
         (f"{ROLLOUT}.temperature", 0, "nothing is sampled", f"{ROLLOUT}.temperature=1"),
         (f"{ROLLOUT}.top_p", 0.95, "truncated sampling", f"{ROLLOUT}.top_p=1"),
         (f"{ROLLOUT}.top_k", 50, "truncated sampling", f"{ROLLOUT}.top_k=-1"),
-        (f"{ROLLOUT}.repetition_penalty", 1.1, "another distribution", "leave it out"),
+        (f"{ROLLOUT}.logprobs_mode", None, "sampled from", f"{ROLLOUT}.logprobs_mode=processed_logprobs"),
+        (f"{ENGINE}.vllm.logprobs-mode", "raw_logprobs", "sampled from", "leave it out"),
+        (f"{ENGINE}.vllm.logits-processors", ["a.B"], "another distribution", "leave it out"),
+        (f"{ENGINE}.vllm.speculative-config", {"method": "ngram"}, "accepted the tokens", "leave it out"),
         (f"{ENGINE}.vllm.logits_processors", ["a.B"], "another distribution", "leave it out"),
         (f"{ROLLOUT}.disaggregation.enabled", True, "split servers", f"{ROLLOUT}.disaggregation.enabled=false"),
         (f"{ROLLOUT}.multi_turn.enable", True, "first only", f"{ROLLOUT}.multi_turn.enable=false"),
@@ -122,7 +152,7 @@ def test_what_is_allowed(changes):
 )
 def test_what_is_refused(path, value, said, remedy):
     [sentence] = hindrances(host(**{path: value}))
-    shown = str(value).lower() if isinstance(value, bool) else str(value)
+    shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
     assert sentence.startswith(f"{path} is {shown}")
     assert said in sentence
     assert sentence.rpartition(";")[2].find(remedy) >= 0
@@ -145,6 +175,21 @@ def test_a_fused_loss_beside_the_mask_is_refused(part):
     assert sentence.endswith(f"set {part}.use_fused_kernels=false")
 
 
+def test_each_spelling_of_an_argument_of_vllm_is_looked_at():
+    given = {f"{ENGINE}.vllm.logprobs_mode": "processed_logprobs", f"{ENGINE}.vllm.logprobs-mode": "raw_logits"}
+    [sentence] = hindrances(host(**given))
+    assert sentence.startswith(f"{ENGINE}.vllm.logprobs-mode is raw_logits")
+    caps = {f"{ENGINE}.vllm.max_logprobs": 50, f"{ENGINE}.vllm.max-logprobs": 30}
+    [sentence] = hindrances(host(**caps, **{f"{ACTOR}.policy_loss.top_k": 40}))
+    assert "max_logprobs=30" in sentence
+
+
+def test_a_long_value_is_cut():
+    [sentence] = hindrances(host(async_training={f"key{i}": i for i in range(99)}))
+    assert len(sentence) < 350
+    assert "...: " in sentence
+
+
 def test_all_hindrances_are_named_at_once():
     changes = {f"{ROLLOUT}.top_p": 0.9, f"{ROLLOUT}.temperature": 0, "distillation.enabled": True}
     assert len(hindrances(host(**changes))) == 3
@@ -160,7 +205,7 @@ def test_each_remedy_helps(option):
     """An override that is named makes its own option fit."""
     override = re.fullmatch(r"set (\S+?)=(\S+?)(, or .*)?", option.remedy)
     if override is None:
-        assert option.remedy == "leave it out"
+        assert option.remedy == "leave it out" or option.remedy.startswith("start verl.trainer.main_ppo")
         assert option.fits(None)
     else:
         assert option.fits(yaml.safe_load(override[2]))
@@ -193,6 +238,19 @@ def test_notes_name_what_has_no_effect():
     [first, second] = notes(host(**{f"{ACTOR}.clip_ratio_high": 0.28, f"{MODEL}.lora.dropout": 0.05}))
     assert first.startswith(f"{ACTOR}.clip_ratio_high=0.28 has no effect")
     assert "lora.dropout=0.05" in second
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({f"{ROLLOUT}.repetition_penalty": 1.1}, "repetition_penalty=1.1 has no effect"),
+        ({f"{ROLLOUT}.name": "sglang", f"{ROLLOUT}.logprobs_mode": None}, "logprobs_mode=null has no effect"),
+        ({f"{ROLLOUT}.temperature": 0.6}, "temperature=0.6: verl divides the actor's logits"),
+    ],
+)
+def test_other_notes(changes, said):
+    [note] = notes(host(**changes))
+    assert said in note
 
 
 def test_a_divisor_that_depends_on_the_split_is_noted():

@@ -1,8 +1,5 @@
-"""The plug-in for verl: the overrides that a launch command needs, and the doctor."""
+"""The plug-in for verl: the overrides that a launch command needs, and what verl makes of them."""
 
-import os
-import subprocess
-import sys
 from importlib import resources
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -13,13 +10,11 @@ import yaml
 
 from predmask.cli import main
 from predmask.core import DPPO, RULES, PPOClip, Predictive
-from predmask.plugins.verl import LOSS_MODE, launch
-from predmask.plugins.verl.launch import GROUP, RATIO_CAP, RULE, TOP_K, LaunchError, launch_args
+from predmask.plugins.verl import LOSS_MODE, RATIO_CAP, RULE, TOP_K, launch
+from predmask.plugins.verl.launch import GROUP, LaunchError, launch_args
 
 LOSS = "actor_rollout_ref.actor.policy_loss"
-HERE = Path(__file__).parent
-verl_is_here = find_spec("verl") is not None
-needs_verl = pytest.mark.skipif(not verl_is_here, reason="verl is not installed")
+needs_verl = pytest.mark.skipif(find_spec("verl") is None, reason="verl is not installed")
 # What verl says of engines that are not installed, and of its own defaults.
 ignores_verl = pytest.mark.filterwarnings("ignore::UserWarning:verl", "ignore::DeprecationWarning")
 
@@ -44,6 +39,16 @@ def test_defaults_are_left_to_the_group():
     assert of_the_mask(words) == {}
     assert (group()["rule"], group()["top_k"], group()["ratio_cap"]) == ({"name": RULE}, TOP_K, RATIO_CAP)
     assert group()["loss_mode"] == LOSS_MODE
+
+
+def test_the_command_says_the_same_defaults(capsys):
+    with pytest.raises(SystemExit):
+        main(["verl", "args", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"(default: {TOP_K}; 0 for rules" in said
+    assert f"or none (default: {RATIO_CAP:g})" in said
+    assert main(["verl", "args"]) == 0
+    assert of_the_mask(capsys.readouterr().out.split()) == {}
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=list(RULES))
@@ -149,14 +154,6 @@ def test_mistakes_name_the_remedy(capsys, options, said):
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.skipif(verl_is_here, reason="verl is installed")
-def test_the_doctor_without_verl(capsys):
-    assert main(["verl", "doctor", "--", "trainer.nnodes=2"]) == 1
-    out = capsys.readouterr().out
-    assert "problem" in out
-    assert "pip install 'predmask[verl]'" in out
-
-
 # --- with verl -----------------------------------------------------------------------------------------------
 
 
@@ -167,6 +164,7 @@ def composed(*overrides, name="ppo_trainer"):
         return compose(name, overrides=list(overrides))
 
 
+VLLM = "actor_rollout_ref.rollout.engine_kwargs.vllm"
 RUNNABLE = ("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.actor.use_dynamic_bsz=true")
 
 
@@ -216,6 +214,96 @@ def test_verl_makes_the_settings_before_anything_starts(model_engine):
 
 @needs_verl
 @ignores_verl
+def test_settings_have_the_groups_defaults():
+    from dataclasses import MISSING, fields
+
+    from predmask.plugins.verl.settings import PolicyLossConfig
+
+    found = {
+        one.name: one.default_factory() if one.default is MISSING else one.default for one in fields(PolicyLossConfig)
+    }
+    names = ("loss_mode", "rule", "top_k", "ratio_cap", "traces")
+    assert {name: found[name] for name in names} == {name: group()[name] for name in names}
+
+
+@needs_verl
+@ignores_verl
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"ratio_cap": "abc"}, r"ratio_cap is 'abc': it must be a number above 0 \(null for no cap\)"),
+        ({"ratio_cap": float("nan")}, "ratio_cap is nan: it must be a number above 0"),
+        ({"ratio_cap": 0}, "ratio_cap is 0: it must be a number above 0"),
+        ({"top_k": 10.5}, r"top_k is 10\.5: it must be a whole number, 0 or more"),
+        ({"top_k": "many"}, "top_k is 'many': it must be a whole number"),
+        ({"top_k": None}, "top_k is None: it must be a whole number"),
+        ({"top_k": -1}, "top_k is -1: it must be a whole number"),
+        ({"top_k": 0}, "reads the top-K, and policy_loss.top_k is 0: set 20"),
+        ({"rule": "dppo"}, "policy_loss.rule is 'dppo': set its fields, as policy_loss.rule.name=predictive"),
+        ({"traces": "/t"}, "policy_loss.traces is '/t': set its fields, as policy_loss.traces.directory=DIR"),
+    ],
+)
+def test_settings_that_are_refused(given, said):
+    from omegaconf import OmegaConf
+
+    from predmask.plugins.verl.settings import PolicyLossConfig, SettingsError
+
+    values = composed(*RUNNABLE, *launch_args(Predictive())).actor_rollout_ref.actor.policy_loss
+    values = {name: value for name, value in OmegaConf.to_container(values, resolve=True).items() if name != "_target_"}
+    PolicyLossConfig(**values)
+    host = {**values["host"], "actor_policy_loss_top_k": given.get("top_k", 20)}
+    with pytest.raises(SettingsError, match=said):
+        PolicyLossConfig(**{**values, "host": host, **given})
+
+
+@needs_verl
+@ignores_verl
+def test_a_rule_of_the_sampled_token_alone_may_have_several_turns():
+    from hydra.utils import instantiate
+
+    from predmask.plugins.verl.settings import SettingsError
+
+    turns = (
+        "actor_rollout_ref.rollout.multi_turn.enable=true",
+        "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent",
+    )
+    config = composed(*RUNNABLE, *launch_args(PPOClip()), *turns)
+    assert instantiate(config.actor_rollout_ref.actor, _convert_="partial").policy_loss.top_k == 0
+    config = composed(*RUNNABLE, *launch_args(PPOClip(), top_k=20), *turns)
+    with pytest.raises(Exception, match="default_agent_loop is tool_agent") as caught:
+        instantiate(config.actor_rollout_ref.actor, _convert_="partial")
+    assert isinstance(caught.value.__cause__, SettingsError)
+
+
+@needs_verl
+@ignores_verl
+@pytest.mark.parametrize("name", ["fully_async", "one_step_off"])
+def test_other_trainers_of_verl_are_refused(name):
+    import verl
+    from hydra import compose, initialize_config_dir
+    from hydra.utils import instantiate
+
+    directory = Path(verl.__file__).parent / "experimental" / f"{name}_policy" / "config"
+    # The one searchpath must have verl's, too.
+    words = ["hydra.searchpath=[pkg://verl.trainer.config,pkg://predmask.plugins.verl.config]", GROUP[1]]
+    with initialize_config_dir(str(directory), version_base=None):
+        config = compose(f"{name}_ppo_trainer", overrides=[*RUNNABLE, *words])
+    with pytest.raises(Exception, match=r"start verl\.trainer\.main_ppo"):
+        instantiate(config.actor_rollout_ref.actor, _convert_="partial")
+
+
+@needs_verl
+@ignores_verl
+def test_vllms_arguments_are_looked_at_in_either_spelling():
+    from hydra.utils import instantiate
+
+    config = composed(*RUNNABLE, *launch_args(Predictive()), f"++{VLLM}.logprobs-mode=raw_logprobs", f"++{VLLM}.seed=3")
+    with pytest.raises(Exception, match=r"vllm.logprobs-mode is raw_logprobs: .*; leave it out"):
+        instantiate(config.actor_rollout_ref.actor, _convert_="partial")
+
+
+@needs_verl
+@ignores_verl
 def test_verl_stops_at_a_configuration_that_is_refused():
     from hydra.errors import InstantiationException
     from verl.utils.config import validate_config
@@ -236,62 +324,3 @@ def test_verl_finds_the_agent_loop():
     [entry] = OmegaConf.load(resolve_config_path(path))
     assert entry.name == value(config, "actor_rollout_ref.rollout.agent.default_agent_loop")
     assert hydra.utils.get_class(entry._target_).__name__ == "TopKAgentLoop"
-
-
-def doctor(*words, **environment):
-    found = subprocess.run(
-        [sys.executable, "-m", "predmask", "verl", "doctor", *words],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(HERE.parent / "src"), **environment},
-        check=False,
-    )
-    assert "Traceback" not in found.stderr
-    return found.returncode, found.stdout
-
-
-LOADED = {"VERL_USE_EXTERNAL_MODULES": "predmask.plugins.verl.register"}
-
-
-@needs_verl
-@pytest.mark.slow
-def test_the_doctor_finds_what_hinders(tmp_path):
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    words = [*RUNNABLE, *launch_args(Predictive())]
-    code, out = doctor("--", *words, **LOADED)
-    assert code == 0, out
-    assert "Predictive(divergence='kl', tail='exact', delta=0.15), K=20, C=5.0" in out
-    data = tmp_path / "d.parquet"
-    pq.write_table(pa.table({"prompt": ["x"], "agent_name": ["tool_agent"]}), data)
-    code, out = doctor("--", *words, "distillation.enabled=true", f"data.train_files={data}", **LOADED)
-    assert code == 1
-    assert "-> set distillation.enabled=false" in out
-    assert "agent_name" in out
-
-
-@needs_verl
-@pytest.mark.slow
-def test_the_doctor_reads_what_verl_wrote(tmp_path):
-    from omegaconf import OmegaConf
-
-    written = tmp_path / "config.yaml"
-    config = composed(*RUNNABLE, *launch_args(Predictive()), "actor_rollout_ref.rollout.top_k=50")
-    written.write_text(OmegaConf.to_yaml(config), encoding="utf-8")
-    code, out = doctor(str(written), **LOADED)
-    assert code == 1
-    assert "-> set actor_rollout_ref.rollout.top_k=-1" in out
-    code, out = doctor("--", *RUNNABLE, **LOADED)
-    assert code == 1
-    assert "it does not use predmask" in out
-    code, out = doctor(str(tmp_path / "none.yaml"), **LOADED)
-    assert (code, "No such file" in out) == (1, True)
-
-
-@needs_verl
-@pytest.mark.slow
-def test_the_doctor_says_why_verl_does_not_load_the_plug_in():
-    code, out = doctor(VERL_USE_EXTERNAL_PLUGINS="none", VERL_USE_EXTERNAL_MODULES="")
-    assert code == 1
-    assert "VERL_USE_EXTERNAL_PLUGINS" in out or "entry point" in out

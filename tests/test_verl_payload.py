@@ -1,6 +1,9 @@
 """The top-K on its way from a rollout server to verl's batch: read, checked, laid out."""
 
+import asyncio
 import math
+import re
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,8 +18,8 @@ from predmask.plugins.verl.payload import (
     blank_rows,
     from_sglang,
     from_vllm,
-    report,
 )
+from predmask.plugins.verl.servers import Request
 from predmask.rollout import RolloutError
 
 NAN, INF = math.nan, math.inf
@@ -169,23 +172,66 @@ def output(tokens):
     return SimpleNamespace(token_ids=tokens, extra_fields={"global_steps": 3})
 
 
-def test_a_report_has_the_topk_or_the_problem():
-    fine, faulty, strange = output(TOKENS), output(TOKENS), output(TOKENS)
-    report(fine, lambda: from_vllm(TOKENS, flat(entries()), 2), 2)
-    report(faulty, lambda: from_vllm(TOKENS, flat(entries()), 3), 3)
-    report(strange, lambda: from_vllm(TOKENS, object(), 2), 2)
-    assert fine.extra_fields.keys() == {"global_steps", TOP_K}
-    expect(fine.extra_fields[TOP_K], IDS, LOGP)
-    assert faulty.extra_fields.keys() == {"global_steps", PROBLEM}
-    assert "2 of the likeliest ids where 3 were asked for" in faulty.extra_fields[PROBLEM]
-    assert strange.extra_fields[PROBLEM].startswith("AttributeError: ")
+def reported(tokens, records, count, read=from_vllm, problem=None):
+    """The extra fields that a request's report leaves."""
+    answered = output(tokens)
+    asyncio.run(Request(count, records, problem).report(answered, read))
+    assert answered.extra_fields.pop("global_steps") == 3
+    return answered.extra_fields
+
+
+def test_a_report_has_the_topk():
+    fields = reported(TOKENS, flat(entries()), 2)
+    assert fields.keys() == {TOP_K}
+    expect(fields[TOP_K], IDS, LOGP)
+
+
+@pytest.mark.parametrize(
+    ("records", "count", "match"),
+    [
+        (flat(entries()), 3, "2 of the likeliest ids where 3 were asked for"),
+        (object(), 2, "^AttributeError: "),
+        (None, 2, "^top-K missing: .*without log-probs"),
+    ],
+    ids=["faulty", "strange", "none"],
+)
+def test_a_report_has_the_problem(records, count, match):
+    fields = reported(TOKENS, records, count)
+    assert fields.keys() == {PROBLEM}
+    assert re.search(match, fields[PROBLEM])
+
+
+def test_the_first_problem_is_reported_and_nothing_read():
+    request = Request(2, flat(entries()))
+    for error in (RolloutError("not today"), KeyError("later")):
+        with request.noting():
+            raise error
+    assert reported(TOKENS, request.records, 2, problem=request.problem) == {PROBLEM: "not today"}
+
+
+def test_a_request_does_not_swallow_its_cancellation():
+    with pytest.raises(asyncio.CancelledError), Request(2).noting():
+        raise asyncio.CancelledError
 
 
 def test_no_tokens_need_no_reading():
     """A request that was rejected, or aborted before its first token."""
-    empty = output([])
-    report(empty, lambda: pytest.fail("read"), 4)
-    assert empty.extra_fields[TOP_K]["ids"].shape == empty.extra_fields[TOP_K]["logp"].shape == (0, 4)
+    found = reported([], None, 4, read=lambda *_: pytest.fail("read"))[TOP_K]
+    assert found["ids"].shape == found["logp"].shape == (0, 4)
+
+
+def test_other_requests_go_on_while_one_is_read():
+    async def read_beside_another():
+        answered, gone_on, loop = output(TOKENS), threading.Event(), asyncio.get_running_loop()
+
+        def read(*_):
+            loop.call_soon_threadsafe(gone_on.set)
+            return {"gone on": np.array(gone_on.wait(10))}
+
+        await Request(2, True).report(answered, read)
+        return answered.extra_fields[TOP_K]["gone on"]
+
+    assert asyncio.run(read_beside_another())
 
 
 # --- Laying out

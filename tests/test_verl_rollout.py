@@ -6,6 +6,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.metadata
 import importlib.util
+import re
 import sys
 import types
 import warnings
@@ -209,7 +210,7 @@ def test_vllms_cap_is_named(vllm_server):
     assert len(output.log_probs) == len(output.token_ids) == 24
     assert TOP_K not in output.extra_fields
     assert (
-        "max_logprobs=20; set +actor_rollout_ref.rollout.engine_kwargs.vllm.max_logprobs=21"
+        "max_logprobs=20; set ++actor_rollout_ref.rollout.engine_kwargs.vllm.max_logprobs=21"
         in (output.extra_fields[PROBLEM])
     )
     assert given == params(21)
@@ -222,12 +223,12 @@ def test_vllms_aborted_requests_keep_what_they_have(vllm_server):
     async def abort():
         long = params(4, max_tokens=120, ignore_eos=True)
         under_way = [asyncio.create_task(server.generate([5, 6, i], dict(long), f"abort{i}")) for i in range(4)]
-        while server._engine.output_processor.get_num_unfinished_requests() < 4:
+        states = server.engine.output_processor.request_states
+        while len(states) < 4 or sum(len(state.detokenizer.output_token_ids) for state in states.values()) <= 4:
             await asyncio.sleep(0.001)
-        await asyncio.sleep(0.05)
         server._submission_paused = True
         server._resume_event.clear()
-        await server._engine.pause_generation()
+        await server.engine.pause_generation()
         late = asyncio.create_task(server.generate([5], params(4), "late"))
         ended = await asyncio.gather(*under_way)
         assert not late.done()
@@ -256,13 +257,82 @@ def test_a_cancelled_request_leaves_vllm(vllm_server):
 
     async def cancel():
         request = asyncio.create_task(server.generate([5], params(4, max_tokens=120, ignore_eos=True), "cancelled"))
-        await asyncio.sleep(0.05)
+        unfinished = server.engine.output_processor.get_num_unfinished_requests
+        while not unfinished():
+            await asyncio.sleep(0.001)
+        assert not request.done()
         request.cancel()
         with pytest.raises(asyncio.CancelledError):
             await request
-        return server._engine.output_processor.get_num_unfinished_requests()
+        return unfinished()
 
     assert run(cancel()) == 0
+
+
+def test_verl_is_handed_the_sampled_tokens_alone(vllm_server, monkeypatch):
+    """Its own loop over vLLM's records would build an object for each entry, and stop all requests meanwhile."""
+    run, server = vllm_server
+    from vllm.logprobs import FlatLogprobs
+
+    monkeypatch.setattr(FlatLogprobs, "__getitem__", lambda *_: pytest.fail("built"))
+    output = run(server.generate([5, 6, 7], params(8), "cheap"))
+    assert len(output.log_probs) == len(output.token_ids) == 24
+    assert output.extra_fields[TOP_K]["ids"].shape == (24, 8)
+
+
+@contextmanager
+def without(server, *names):
+    """vLLM as a version whose sampling parameters lack these."""
+    from verl.workers.rollout.vllm_rollout import vllm_async_server
+
+    class Older:
+        def __init__(self, **values):
+            vars(self)["theirs"] = kind(**values)
+
+        def __getattr__(self, name):
+            if name in names:
+                raise AttributeError(name)
+            return getattr(self.theirs, name)
+
+        def __setattr__(self, name, value):
+            if name in names:
+                raise AttributeError(name)
+            setattr(self.theirs, name, value)
+
+    def generate(*, sampling_params, **arguments):
+        return engine.generate(sampling_params=sampling_params.theirs, **arguments)
+
+    kind, engine = vllm_async_server.SamplingParams, server.engine
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm_async_server, "SamplingParams", Older)
+        patch.setattr(server, "engine", SimpleNamespace(model_config=engine.model_config, generate=generate))
+        yield
+
+
+def test_a_vllm_without_flat_records_is_read_as_well(vllm_server):
+    run, server = vllm_server
+    flat = run(server.generate([5, 6, 7], params(8, seed=3), "flat"))
+    with without(server, "flat_logprobs"):
+        mappings = run(server.generate([5, 6, 7], params(8, seed=3), "mappings"))
+    assert (mappings.token_ids, mappings.log_probs) == (flat.token_ids, flat.log_probs)
+    for name in ("ids", "logp"):
+        np.testing.assert_array_equal(mappings.extra_fields[TOP_K][name], flat.extra_fields[TOP_K][name])
+
+
+def test_a_vllm_that_cannot_be_asked_is_a_problem(vllm_server):
+    """verl would drop the group without a word."""
+    run, server = vllm_server
+    with without(server, "detokenize"):
+        output = run(server.generate([5, 6, 7], params(8), "strange"))
+    assert len(output.log_probs) == len(output.token_ids) == 24
+    assert output.extra_fields[PROBLEM] == "AttributeError: detokenize"
+    assert TOP_K not in output.extra_fields
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server, "engine", SimpleNamespace(generate=server.engine.generate))
+        output = run(server.generate([5, 6, 7], params(8), "no configuration"))
+    assert len(output.log_probs) == 24
+    assert "AttributeError" in output.extra_fields[PROBLEM]
+    assert "model_config" in output.extra_fields[PROBLEM]
 
 
 def test_vllms_replica_starts_this_server(vllm_server):
@@ -321,7 +391,7 @@ class Manager:
             meta["output_top_logprobs"] = [[(-1.0 - j, token + j + 1, None) for j in range(count)] for token in tokens]
         if request.rid == "short":
             meta["output_top_logprobs"][1].pop()
-        yield {"output_ids": tokens, "meta_info": meta}
+        yield {"output_ids": tokens} if request.rid == "bare" else {"output_ids": tokens, "meta_info": meta}
 
 
 @pytest.fixture
@@ -382,9 +452,29 @@ def test_sglangs_faulty_records_are_a_problem(sglang_server):
     assert "2 of the likeliest ids at token 1, not 3" in output.extra_fields[PROBLEM]
 
 
+def test_an_answer_of_sglang_without_records_is_a_problem(sglang_server):
+    run, server, _ = sglang_server
+    assert run(server.generate([1], params(3), "bare")).extra_fields[PROBLEM] == "KeyError: 'meta_info'"
+
+
+@pytest.mark.parametrize(
+    ("value", "temperature", "fine"),
+    [("1", 0.8, False), ("True", 0.8, False), ("yes", 1.2, False), ("0", 0.8, True), ("1", 1.0, True)],
+)
+def test_sglangs_log_probs_before_the_temperature_are_a_problem(sglang_server, monkeypatch, value, temperature, fine):
+    run, server, manager = sglang_server
+    monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", value)
+    fields = run(server.generate([1], params(3, temperature=temperature), "original")).extra_fields
+    assert (TOP_K in fields) is fine
+    if not fine:
+        said = rf"SGLANG_RETURN_ORIGINAL_LOGPROB={value} .* sampled at {temperature}; unset it .*rollout.temperature=1"
+        assert re.search(said, fields[PROBLEM])
+        assert not hasattr(manager.requests["original"], "top_logprobs_num")
+
+
 def test_sglangs_manager_is_verls_outside_a_request(sglang_server):
     """verl sets its status, and hands it to the HTTP server."""
     _, server, manager = sglang_server
     assert server.tokenizer_manager is manager
-    del server._manager
+    del server._engine
     assert getattr(server, "tokenizer_manager", None) is None

@@ -1,10 +1,12 @@
-"""verl's whole trainer with the plug-in: Ray, two FSDP2 workers, the embedded model and task; then vLLM as its server.
+"""verl's whole trainer with the plug-in: Ray, two FSDP2 workers, the embedded model and task; then vLLM as its server;
+then the asynchronous trainer, whose new weights cut responses that are under way.
 
-What the mask did is read in its trace, and compared with what verl logged.
+What the mask did is read in its trace, and compared with what verl logged and with what the server sampled.
 """
 
 import importlib.util
 import math
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -12,7 +14,8 @@ import torch
 from predmask.core import Predictive
 from predmask.plugins.verl.launch import launch_args
 from predmask.traces import TokenTrace, Trace
-from verl_on_cpu.launch import ACTOR, ROLLOUT, train
+from verl_on_cpu import pieces
+from verl_on_cpu.launch import ACTOR, ROLLOUT, Run, train
 
 pytestmark = [
     pytest.mark.slow,
@@ -32,23 +35,64 @@ SETTINGS = [
 ]
 
 
-@pytest.fixture(scope="module", params=["transformers", "vllm"])
-def run(request, tmp_path_factory):
-    """A run, and the tokens of its steps."""
-    vllm = request.param == "vllm"
-    if vllm and importlib.util.find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed")
-    directory = tmp_path_factory.mktemp("verl")
+ASYNCHRONOUS = [
+    "trainer.v1.trainer_mode=colocate_async",
+    "trainer.v1.colocate_async.num_warmup_batches=0.5",  # ahead; the batches then mix ages
+    "++data.gen_batch_size=8",
+    f"{ACTOR}.shuffle=True",  # else the oldest come first
+    f"+{ROLLOUT}.engine_kwargs.transformers.hold=4",
+]
+
+
+class Trained(NamedTuple):
+    """A run, and its tokens."""
+
+    run: Run
+    trace: Trace
+    steps: list[TokenTrace]
+    sampled: list[tuple[torch.Tensor, torch.Tensor]]
+    """Of each step's tokens: the version of the weights that sampled each, and the oldest of its response."""
+
+
+def trained(directory, *overrides, **more):
     arguments = launch_args(RULE, ratio_cap=RATIO_CAP, traces={"directory": directory / "traces", "responses": 0})
-    # vLLM wants a device for each of its servers' workers.
-    run = train(directory, *arguments, *SETTINGS, vllm=vllm, workers=1 if vllm else 2)
+    run = train(directory, *arguments, *SETTINGS, *overrides, **more)
     assert run.status == 0, run.output[-8000:]
     trace = Trace(directory / "traces")
-    return run, trace, [TokenTrace.cat(list(trace.tokens([step]))) for step in trace.steps]
+    return Trained(run, trace, [TokenTrace.cat(list(trace.tokens([step]))) for step in trace.steps], [])
 
 
-def mini_batches(tokens):
-    return [tokens[tokens.minibatch == number] for number in range(MINI_BATCHES)]
+@pytest.fixture(scope="module")
+def transformers(tmp_path_factory):
+    return trained_with_transformers(tmp_path_factory.mktemp("verl"))
+
+
+@pytest.fixture(scope="module")
+def asynchronous(tmp_path_factory):
+    return trained_with_transformers(tmp_path_factory.mktemp("verl"), *ASYNCHRONOUS)
+
+
+@pytest.fixture(scope="module")
+def vllm(tmp_path_factory):
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed")
+    # vLLM wants a device for each of its servers' workers.
+    found = trained(tmp_path_factory.mktemp("verl"), vllm=True, workers=1)
+    newest = [torch.full((len(tokens),), number) for number, tokens in enumerate(found.steps)]
+    return found._replace(sampled=[(one, one) for one in newest])
+
+
+def trained_with_transformers(directory, *overrides):
+    """What was sampled by which weights is what the server says."""
+    found = trained(directory, *overrides)
+    said = pieces.read(directory)
+    samples = map(found.trace.samples, found.trace.steps)
+    return found._replace(sampled=list(map(pieces.versions, [said] * STEPS, samples, found.steps)))
+
+
+@pytest.fixture(scope="module", params=["transformers", "vllm", "asynchronous"])
+def run(request):
+    return request.getfixturevalue(request.param)
 
 
 def mean(values):
@@ -56,11 +100,11 @@ def mean(values):
 
 
 def test_it_leaves_no_process(run):
-    assert run[0].survivors == []
+    assert run.run.survivors == []
 
 
 def test_all_responses_are_recorded(run):
-    run, trace, steps = run
+    run, trace, steps, _ = run
     assert trace.info.make_rule() == RULE
     assert trace.steps == list(range(1, STEPS + 1))
     for step, logged in zip(trace.steps, run.steps, strict=True):
@@ -71,41 +115,59 @@ def test_all_responses_are_recorded(run):
 
 
 def test_what_is_new_is_near(run):
-    """Before the first update on its responses, the actor is the policy that sampled: in each step, with new weights.
+    """Before the first update, the actor is the policy whose weights were sent last: in each step, with new ones.
 
-    A server that kept old weights would be far away from the second step on.
+    A server that kept old weights would be far away from the second step on. What older ones sampled is far away.
     """
-    run, _, steps = run
-    for tokens, logged in zip(steps, run.steps, strict=True):
-        new = tokens[tokens.staleness == 0]
+    for number, (tokens, (version, _), logged) in enumerate(zip(run.steps, run.sampled, run.run.steps, strict=True)):
+        first = tokens.minibatch == 0
+        new, old = tokens[first & (version == number)], tokens[first & (version >= 0) & (version < number)]
         assert len(new) > 200
-        assert (new.optimizer_step == new.minibatch + new.optimizer_step.min()).all()
         assert new.decision.divergence.max() < 1e-4
         assert not new.decision.dropped.any()
         assert logged["actor/predmask/mismatch_kl"] < 1e-8
+        assert not len(old) or old.decision.divergence.mean() > 1e-3
 
 
 def test_staleness_counts_optimiser_steps(run):
-    run, _, steps = run
-    for number, (tokens, logged) in enumerate(zip(steps, run.steps, strict=True)):
-        assert torch.equal(tokens.staleness, tokens.minibatch)
-        assert torch.equal(tokens.version, torch.full_like(tokens.version, number * MINI_BATCHES))
-        assert logged["actor/predmask/staleness_max"] == MINI_BATCHES - 1
+    """Since the oldest version of a response."""
+    for number, (tokens, (_, oldest), logged) in enumerate(zip(run.steps, run.sampled, run.run.steps, strict=True)):
+        assert torch.equal(tokens.optimizer_step, number * MINI_BATCHES + tokens.minibatch)
+        assert torch.equal(tokens.version, oldest * MINI_BATCHES)
+        assert logged["actor/predmask/staleness_max"] == tokens.staleness.max()
+        assert logged["actor/predmask/staleness_mean"] == pytest.approx(float(tokens.staleness.double().mean()))
+
+
+def test_new_weights_cut_responses(asynchronous):
+    """verl counts versions likewise; what is sampled after the cut is new, and counted with its response as old."""
+    resumed = 0
+    zipped = zip(asynchronous.steps, asynchronous.sampled, asynchronous.run.steps, strict=True)
+    for number, (tokens, (version, oldest), logged) in enumerate(zipped):
+        responses = [tokens.sample == sample for sample in tokens.sample.unique()]
+        begun = [int(oldest[places][0]) for places in responses]
+        spans = [int(version[places].max()) - first + 1 for places, first in zip(responses, begun, strict=True)]
+        assert logged["training/off_policy/trajectory_spans/mean"] == pytest.approx(mean(spans))
+        worst = logged["training/off_policy/trajectory_staleness_worst/mean"]
+        assert worst == pytest.approx(mean([number - first for first in begun]))
+        late = tokens[(tokens.minibatch == 0) & (version == number) & (oldest < number)]
+        assert (late.staleness >= MINI_BATCHES).all()
+        resumed += len(late)
+    assert resumed > 50
 
 
 def test_the_recorded_rule_decides_again_as_it_did(run):
-    run, _, steps = run
+    run, _, steps, _ = run
     for tokens, logged in zip(steps, run.steps, strict=True):
         again = RULE(tokens.behaviour, tokens.policy, tokens.advantage, tokens.decision.response_mask)
         assert torch.equal(again.reason, tokens.decision.reason)
         assert torch.equal(again.keep, tokens.decision.keep)
-        shares = [float(part.decision.dropped.double().mean()) for part in mini_batches(tokens)]
-        assert logged["actor/predmask/mask_frac"] == pytest.approx(mean(shares), abs=1e-9)
+        share = float(tokens.decision.dropped.double().mean())
+        assert logged["actor/predmask/mask_frac"] == pytest.approx(share, abs=1e-9)
     assert run.steps[0]["actor/predmask/mask_frac"] > 0.005
 
 
 def test_the_loss_is_that_of_the_kept_tokens(run):
-    run, _, steps = run
+    run, _, steps, _ = run
     for tokens, logged in zip(steps, run.steps, strict=True):
         ratio = (tokens.policy.logp[:, 0].double() - tokens.behaviour.logp[:, 0].double()).exp()
         losses = torch.where(tokens.decision.keep, -ratio.clamp(max=RATIO_CAP) * tokens.advantage, 0.0)
@@ -114,7 +176,7 @@ def test_the_loss_is_that_of_the_kept_tokens(run):
 
 
 def test_reward_rises(run):
-    scores = [logged["critic/score/mean"] for logged in run[0].steps]
+    scores = [logged["critic/score/mean"] for logged in run.run.steps]
     assert scores[0] < 0.4
     assert scores[-1] > scores[0] + 0.25
 

@@ -6,11 +6,11 @@ set -euo pipefail
 : "${NNODES:=1}" "${GPUS_PER_NODE:=8}"
 : "${ROLLOUT:=vllm}"                    # vllm | sglang
 : "${FP8:=0}"                           # 1: the rollout server quantises to FP8
-: "${DATA:=$HOME/data}"                 # what make_data.py wrote
+: "${DATA:=$HOME/data}"                 # what make_data.py wrote; every node reads it
 : "${TRAIN_FILES:=$DATA/dapo-math-17k.parquet}"
 : "${VAL_FILES:=[$DATA/aime24.parquet,$DATA/aime25.parquet]}"
-: "${OUTPUT:=$PWD/runs}"
-: "${TRACES:=}"                         # a new directory for `predmask report`
+: "${OUTPUT:=$PWD/runs}"               # checkpoints; with several nodes, on a file system that they share
+: "${TRACES:=}"                         # a directory for `predmask report`; a resumed run's go to from-NNNNNN in it
 : "${DRY_RUN:=0}"                       # 1: print the command
 : "${PYTHON:=python3}"
 

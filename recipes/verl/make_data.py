@@ -1,6 +1,7 @@
 """Write DAPO-Math-17k, AIME24 and AIME25 as verl reads them: `python recipes/verl/make_data.py DIR`.
 
-It needs predmask[math]. Each question of the training data is written once, and none that is in AIME24 or AIME25.
+It needs predmask[math], which wants another transformers than verl: run it in an environment of its own. Each question
+of the training data is written once, and none that is in AIME24 or AIME25.
 """
 
 from __future__ import annotations

@@ -69,7 +69,16 @@ def jagged(rows):
     return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
 
-def make_batch(samples, *, micro_batch=None, tokens=TOKENS, global_batch_size=None, temperature=1.0, last=True):
+def make_batch(
+    samples,
+    *,
+    micro_batch=None,
+    tokens=TOKENS,
+    global_batch_size=None,
+    temperature=1.0,
+    entropy=False,
+    last=True,
+):
     """A mini-batch from samples: dicts of prompt, response, mask, logp, advantage, and with top-K ids and logp.
 
     In micro-batches of `micro_batch` samples, or dynamically of `tokens` tokens.
@@ -88,8 +97,10 @@ def make_batch(samples, *, micro_batch=None, tokens=TOKENS, global_batch_size=No
         "session_id": [s.get("session", 0) for s in samples],
         "global_steps": [s.get("step", 1) for s in samples],
         "extra_fields": [s.get("extra", {"min_global_steps": 0, "max_global_steps": 0}) for s in samples],
-        "reward_model": [{"ground_truth": "7"} for _ in samples],
+        "reward_model": [s.get("reward_model", {"ground_truth": "7"}) for s in samples],
     }
+    if "ref" in samples[0]:
+        fields["ref_log_prob"] = jagged([s["ref"] for s in samples])
     if "topk_ids" in samples[0]:
         for name, key, blank in (("teacher_ids", "topk_ids", -1), ("teacher_logprobs", "topk_logp", torch.nan)):
             fields[name] = jagged([s[name] if name in s else _rows(s, s[key], blank) for s in samples])
@@ -99,7 +110,7 @@ def make_batch(samples, *, micro_batch=None, tokens=TOKENS, global_batch_size=No
         "use_dynamic_bsz": micro_batch is None,
         "micro_batch_size_per_gpu": micro_batch or 1,
         "max_token_len_per_gpu": tokens,
-        "calculate_entropy": False,
+        "calculate_entropy": entropy,
         "distillation_use_topk": False,
         "distillation_only": False,
         "update_lr_scheduler": last,
@@ -124,10 +135,10 @@ def infer(worker, batch):
     return None if output is None else (output["log_probs"].unbind(), tu.get(output, "metrics"))
 
 
-def train_step(worker, batch, *, epochs, mini_batch_size):
+def train_step(worker, batch, *, epochs, mini_batch_size, shuffle=False, seed=42):
     """All optimiser steps of one step of verl's trainer; what it logs of them."""
     tu.assign_non_tensor(
-        batch, epochs=epochs, mini_batch_size=mini_batch_size, seed=42, dataloader_kwargs={"shuffle": False}
+        batch, epochs=epochs, mini_batch_size=mini_batch_size, seed=seed, dataloader_kwargs={"shuffle": shuffle}
     )
     return reduce_metrics(tu.get(worker.train_mini_batch(batch), "metrics"))
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from predmask.cli.numbers import above_zero, natural, positive
+from predmask.plugins.verl import RATIO_CAP, TOP_K
 
 if TYPE_CHECKING:
     from predmask.core import Rule
@@ -63,13 +64,26 @@ def _add_args(what: Any) -> None:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--top-k", type=natural, metavar="K", help="likeliest ids that the server reports (default: 20)"
+        "--top-k",
+        type=natural,
+        metavar="K",
+        help=f"likeliest ids that the server reports (default: {TOP_K}; 0 for rules of the sampled token alone)",
     )
     parser.add_argument(
-        "--ratio-cap", type=_cap, default=5.0, metavar="C", help="cap of the importance weight, or none (default: 5)"
+        "--ratio-cap",
+        type=_cap,
+        default=RATIO_CAP,
+        metavar="C",
+        help=f"cap of the importance weight, or none (default: {RATIO_CAP:g})",
     )
     traces = parser.add_argument_group("traces", "tokens to record for `predmask report`")
-    traces.add_argument("--traces", type=Path, metavar="DIR", dest="directory", help="a new or empty directory")
+    traces.add_argument(
+        "--traces",
+        type=Path,
+        metavar="DIR",
+        dest="directory",
+        help="directory for them; a resumed run's go into a folder in it",
+    )
     traces.add_argument(
         "--traces.every", type=positive, metavar="N", dest="every", help="record every N steps (default: 1)"
     )

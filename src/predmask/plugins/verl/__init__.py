@@ -8,3 +8,5 @@ not say.
 
 LOSS_MODE = "predmask"
 """Under this name verl knows the policy loss, and the agent loop."""
+RULE, TOP_K, RATIO_CAP = "predictive", 20, 5.0
+"""What the mask is by default; Hydra reads the same in `config/predmask/verl.yaml`."""

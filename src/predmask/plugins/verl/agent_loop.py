@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from pydantic import PrivateAttr
+from torch import Tensor
+from verl.experimental.agent_loop.agent_loop import AgentLoopOutput  # pyright: ignore[reportMissingImports]
 from verl.experimental.agent_loop.single_turn_agent_loop import (  # pyright: ignore[reportMissingImports]
     SingleTurnAgentLoop,
 )
@@ -29,9 +32,11 @@ _PAUSE = 1.0
 class TopKAgentLoop(SingleTurnAgentLoop):
     """verl's loop with two batch fields more: the top-K ids and log-probs [P + T, K] (see `payload.Recorded.rows`).
 
-    K is `actor_rollout_ref.actor.policy_loss.top_k`. Where it is 0, and for prompts that are not sampled like those
-    that are trained on (validation, greedy baselines), it is verl's loop. Nothing is raised for a faulty top-K, since
-    verl drops a response whose loop raises: its rows are blank, and `payload.PROBLEM` says why.
+    K is `actor_rollout_ref.actor.policy_loss.top_k`. Where it is 0, and for prompts that are sampled otherwise than
+    those that are trained on (greedy baselines, most validations), it is verl's loop. verl does not tell a loop what a
+    prompt is for: a validation that samples as training does is asked for its top-K, too, which nothing reads.
+    Nothing is raised for a faulty top-K, since verl drops a response whose loop raises: its rows are blank, and
+    `payload.PROBLEM` says why.
     """
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
@@ -41,23 +46,38 @@ class TopKAgentLoop(SingleTurnAgentLoop):
 
     async def run(self, sampling_params: dict[str, Any], **prompt: Any) -> Any:
         """As verl's."""
-        if not self._top_k or not self._trained_on(sampling_params):
+        if not self._top_k or not self._sampled_as_trained(sampling_params):
             return await super().run(sampling_params, **prompt)
         output = await super().run({**sampling_params, "logprobs": self._top_k}, **prompt)
         fields, prompt_length = output.extra_fields, len(output.prompt_ids)
-        pieces = fields.pop(_PIECES)
         try:
-            recorded = Recorded.of(pieces, self._top_k)
+            recorded = Recorded.of(fields.pop(_PIECES), self._top_k)
             rows = recorded.rows(prompt_length, output.response_ids, output.response_mask)
         except Exception as error:  # noqa: BLE001 - whatever it is, the actor raises it
             fields[PROBLEM] = problem(error)
             rows = blank_rows(prompt_length + len(output.response_ids), self._top_k)
-        fields[TOPK_IDS], fields[TOPK_LOGP] = rows
-        return output
+        return _Output.of(output, *rows)
 
-    def _trained_on(self, sampling_params: dict[str, Any]) -> bool:
+    def _sampled_as_trained(self, sampling_params: dict[str, Any]) -> bool:
         names = ("temperature", "top_p", "top_k")
         return all(sampling_params.get(name) == self.rollout_config[name] for name in names)
+
+
+class _Output(AgentLoopOutput):
+    """verl's output, with the top-K beside `extra_fields`: those verl also sends to the reward functions."""
+
+    _topk: dict[str, Tensor] = PrivateAttr(default_factory=dict)
+
+    @classmethod
+    def of(cls, output: AgentLoopOutput, ids: Tensor, logp: Tensor) -> _Output:
+        """`output` with rows [P + T, K]."""
+        made = cls.model_construct(_fields_set=output.model_fields_set, **dict(output))
+        made._topk = {TOPK_IDS: ids, TOPK_LOGP: logp}
+        return made
+
+    def as_dict(self) -> dict[str, Any]:
+        """What goes into the batch."""
+        return super().as_dict() | self._topk
 
 
 class _Client:

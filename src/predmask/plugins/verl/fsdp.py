@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 from verl.utils.ulysses import (  # pyright: ignore[reportMissingImports]
     get_ulysses_sequence_parallel_world_size,
@@ -16,7 +18,7 @@ from predmask.plugins.verl.engine import MaskedEngine
 class MaskedFSDPEngine(MaskedEngine, FSDPEngineWithLMHead):
     """Whole vocabularies; with Ulysses sequence parallelism, a slice of the packed rows."""
 
-    def _predmask_cut(self, values: Tensor, data_format: str) -> Tensor:
+    def _predmask_cut(self, values: Tensor, data: Any, data_format: str) -> Tensor:
         packed = values.values().unsqueeze(0)
         return slice_input_tensor(packed, dim=1) if get_ulysses_sequence_parallel_world_size() > 1 else packed
 

@@ -17,8 +17,9 @@ from predmask.plugins.verl.settings import PolicyLossConfig
 
 _APART = 0.5
 """Nats by which log-probs of the same tokens never differ on average."""
-Cut = Callable[[Tensor, str], Tensor]
-"""From nested [B, P + T] to what of it is in this process, in the shape of the logits' leading dimensions."""
+Cut = Callable[[Tensor, Any, str], Tensor]
+"""From nested [B, P + T], the micro-batch and verl's format to what of the former is in this process, in the shape of
+the logits' leading dimensions."""
 
 
 class Hook:
@@ -35,7 +36,7 @@ class Hook:
         *,
         cut: Cut,
         shard: Callable[[Tensor], Shard | None],
-        vocabulary_size: int | None,
+        vocabulary_size: int,
         progress: Progress,
     ) -> None:
         self._loss_function = loss_function
@@ -67,7 +68,7 @@ class Hook:
     def _measure(self, logits: Tensor, data: Any, data_format: str) -> dict[str, Tensor]:
         """The policy's statistics at the rows that predict response tokens; the others are not computed."""
         packed = self._packed(data)
-        marks = self._cut(packed.marks, data_format)
+        marks = self._cut(packed.marks, data, data_format)
         if marks.shape != logits.shape[:-1]:
             raise RuntimeError(
                 f"rows of logits {tuple(logits.shape[:-1])} and of the batch {tuple(marks.shape)} do not fit: the host "
@@ -77,7 +78,7 @@ class Hook:
         shard = self._shard(logits)
         size = logits.shape[-1] if shard is None else shard.vocabulary_size
         # Of a head that is larger than the vocabulary, the server samples real tokens alone, and so does pi.
-        self._vocabulary_size = size if self._limit is None else min(self._limit, size)
+        self._vocabulary_size = min(self._limit, size)
         with torch.autocast(logits.device.type, enabled=False):
             policy = logits_statistics(
                 logits.detach().reshape(-1, logits.shape[-1]),
@@ -108,7 +109,14 @@ class Hook:
 
 def _check_alignment(host: Tensor, policy: PolicySupport, packed: Packed) -> None:
     """Raise RuntimeError unless the host's log-probs of the sampled tokens and ours are those of the same tokens."""
-    apart = (host.detach().float() - policy.logp[:, 0]).abs()[packed.response_mask].nanmean()
+    host, ours = host.detach().float()[packed.response_mask], policy.logp[:, 0][packed.response_mask]
+    lost = torch.isfinite(host) & torch.isnan(ours)
+    if lost.any():
+        raise RuntimeError(
+            f"{int(lost.sum())} of {len(ours)} tokens were not measured, though the host has their log-probs: it cuts "
+            "the rows of the logits in a way that this plug-in does not know"
+        )
+    apart = (host - ours).abs().nanmean()
     # 16-bit logits round log-probs by hundredths; rows of other tokens are nats apart.
     if apart > _APART:
         raise RuntimeError(

@@ -10,15 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from predmask.core import Rule
+from predmask.plugins.verl import RATIO_CAP, RULE, TOP_K
+from predmask.plugins.verl.host import MAX_LOGPROBS, VLLM_LOGPROBS
 
 GROUP = ("hydra.searchpath=[pkg://predmask.plugins.verl.config]", "+predmask=verl")
 """The configuration group with all that does not depend on the rule."""
-RULE, TOP_K, RATIO_CAP = "predictive", 20, 5.0
-"""What it says of the mask."""
 
 _LOSS = "actor_rollout_ref.actor.policy_loss"
-_MAX_LOGPROBS = "actor_rollout_ref.rollout.engine_kwargs.vllm.max_logprobs"
-_VLLM_LOGPROBS = 20
 _AGENT_LOOPS = "actor_rollout_ref.rollout.agent.agent_loop_config_path"
 _PLAIN = re.compile(r"[\w/.+@%-]+", re.ASCII)
 """Values that neither a shell nor Hydra reads as anything else."""
@@ -50,7 +48,7 @@ def launch_args(
     if rule.needs_topk and top_k < 1:
         raise LaunchError(
             f"top-K missing: --top-k is {top_k}, and rule {rule.name!r} reads the top-K of the rollout server; give "
-            "--top-k 20, for one"
+            f"--top-k {TOP_K}, for one"
         )
     if ratio_cap is not None and not ratio_cap > 0:
         raise LaunchError(f"--ratio-cap is {ratio_cap}; it must be above 0 (none for no cap)")
@@ -69,8 +67,8 @@ def _of_rule(rule: Rule) -> Iterator[str]:
 def _of_numbers(top_k: int, ratio_cap: float | None) -> Iterator[str]:
     if top_k != TOP_K:
         yield f"{_LOSS}.top_k={top_k}"
-    if top_k > _VLLM_LOGPROBS:
-        yield f"++{_MAX_LOGPROBS}={top_k}"
+    if top_k > VLLM_LOGPROBS:
+        yield f"++{MAX_LOGPROBS}={top_k}"
     if ratio_cap != RATIO_CAP:
         yield f"{_LOSS}.ratio_cap={_spelled(ratio_cap, '--ratio-cap')}"
 

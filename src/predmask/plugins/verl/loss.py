@@ -46,8 +46,9 @@ def policy_loss(
     decided = DECIDED.get()
     if decided is None:
         raise RuntimeError(
-            "the loss 'predmask' was asked without a decision: the actor's engine is not predmask's. Is predmask "
-            "installed on every node, and VERL_USE_EXTERNAL_PLUGINS not 'none'? `predmask verl doctor` looks"
+            "the loss 'predmask' was asked without a decision: the actor's engine is not predmask's, or its loss "
+            "function is not verl's ppo_loss. Is predmask installed on every node, and policy_loss._target_ "
+            "predmask's? `predmask verl doctor` looks"
         )
     if rollout_is_weights is not None:
         raise ValueError(

@@ -5,7 +5,7 @@ A server answers with `TOP_K` or `PROBLEM` among its extra fields; the agent loo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -31,24 +31,6 @@ def asked(sampling_params: Mapping[str, Any]) -> int:
     """K, where a server is asked for a top-K; 0 where `logprobs` has one of verl's own values (True, False)."""
     count = sampling_params.get("logprobs")
     return 0 if count is None or isinstance(count, bool) else int(count)
-
-
-@dataclass
-class Request:
-    """A request under way that asks for a top-K, and the engine's last answer to it."""
-
-    count: int
-    answer: Any = None
-
-
-def report(output: Any, read: Callable[[], dict[str, np.ndarray]], count: int) -> None:
-    """Add to a server's `TokenOutput` what `read` returns, or the problem that it meets; no tokens need no reading."""
-    try:
-        found = read() if output.token_ids else _arrays(np.empty((0, count)), np.empty((0, count)))
-    except Exception as error:  # noqa: BLE001 - whatever it is, the actor raises it
-        output.extra_fields[PROBLEM] = problem(error)
-    else:
-        output.extra_fields[TOP_K] = found
 
 
 def from_vllm(tokens: Sequence[int], logprobs: Any, count: int) -> dict[str, np.ndarray]:
@@ -98,7 +80,7 @@ class Recorded:
 
         Raises RolloutError for a piece with a problem, without top-K, or with another number of them.
         """
-        found = [_arrays(np.empty((0, top_k)), np.empty((0, top_k)))]
+        found = [no_topk(top_k)]
         for tokens, fields in pieces:
             if PROBLEM in fields:
                 raise RolloutError(fields[PROBLEM])
@@ -136,6 +118,11 @@ class Recorded:
 def blank_rows(length: int, top_k: int) -> tuple[Tensor, Tensor]:
     """Rows [length, K] without a distribution: id -1 and log-prob NaN."""
     return torch.full((length, top_k), -1, dtype=torch.int32), torch.full((length, top_k), torch.nan)
+
+
+def no_topk(count: int) -> dict[str, np.ndarray]:
+    """The top-K of no tokens."""
+    return _arrays(np.empty((0, count)), np.empty((0, count)))
 
 
 def problem(error: Exception) -> str:

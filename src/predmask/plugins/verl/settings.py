@@ -9,26 +9,13 @@ from typing import Any
 from verl.workers.config import PolicyLossConfig as HostPolicyLossConfig  # pyright: ignore[reportMissingImports]
 
 from predmask.core import RULES, Rule
-from predmask.plugins.verl import LOSS_MODE
+from predmask.plugins.recording import TraceSettings
+from predmask.plugins.verl import LOSS_MODE, RATIO_CAP, RULE, TOP_K
 from predmask.plugins.verl.host import hindrances
 
 
 class SettingsError(ValueError):
     """A configuration that this plug-in refuses; the text names the values and the remedies."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TraceSettings:
-    """Which tokens are recorded for `predmask report`, and where."""
-
-    directory: str | None = None
-    """A new or empty directory; None records nothing."""
-    every: int = 1
-    """Record every so many steps."""
-    responses: int = 64
-    """Responses of each optimiser step that are recorded, over all workers; 0: all."""
-    max_mb: float = 2000.0
-    """Size at which every second step is deleted."""
 
 
 @dataclass
@@ -40,11 +27,11 @@ class PolicyLossConfig(HostPolicyLossConfig):
     """
 
     loss_mode: str = LOSS_MODE
-    rule: dict[str, Any] = field(default_factory=lambda: {"name": "predictive"})
+    rule: dict[str, Any] = field(default_factory=lambda: {"name": RULE})
     """The rule's name and its fields."""
-    top_k: int = 20
+    top_k: int = TOP_K
     """K, the likeliest ids that the rollout server reports; 0 for rules of the sampled token alone."""
-    ratio_cap: float | None = 5.0
+    ratio_cap: float | None = RATIO_CAP
     """C, the cap of the detached importance weight; None for no cap."""
     traces: dict[str, Any] = field(default_factory=dict)
     """Fields of `TraceSettings`."""
@@ -60,12 +47,13 @@ class PolicyLossConfig(HostPolicyLossConfig):
         found = list(hindrances(self.host))
         if self.loss_mode != LOSS_MODE:
             found.append(f"policy_loss.loss_mode is {self.loss_mode!r}: set it to {LOSS_MODE!r}, or leave it out")
-        if rule.needs_topk and self.top_k < 1:
-            found.append(f"rule {rule.name!r} reads the top-K, and policy_loss.top_k is {self.top_k}: set 20, for one")
-        if self.top_k < 0:
-            found.append(f"policy_loss.top_k is {self.top_k}: it must be 0 or more")
-        if self.ratio_cap is not None and not self.ratio_cap > 0:
-            found.append(f"policy_loss.ratio_cap is {self.ratio_cap}: it must be above 0 (null for no cap)")
+        if type(self.top_k) is not int or self.top_k < 0:
+            found.append(f"policy_loss.top_k is {self.top_k!r}: it must be a whole number, 0 or more")
+        elif rule.needs_topk and self.top_k < 1:
+            text = f"rule {rule.name!r} reads the top-K, and policy_loss.top_k is {self.top_k}"
+            found.append(f"{text}: set {TOP_K}, for one")
+        if not _is_cap(self.ratio_cap):
+            found.append(f"policy_loss.ratio_cap is {self.ratio_cap!r}: it must be a number above 0 (null for no cap)")
         if found:
             raise SettingsError("predmask cannot train under this configuration:\n- " + "\n- ".join(found))
 
@@ -75,15 +63,17 @@ class PolicyLossConfig(HostPolicyLossConfig):
 
     def trace_settings(self) -> TraceSettings:
         """What is recorded."""
+        _check_mapping(self.traces, "traces", "directory=DIR")
         try:
             return TraceSettings(**self.traces)
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             known = ", ".join(one.name for one in fields(TraceSettings))
-            raise SettingsError(f"policy_loss.traces is {dict(self.traces)}: its fields are {known}") from error
+            raise SettingsError(f"policy_loss.traces is {dict(self.traces)}: {error} (its fields: {known})") from error
 
 
 def make_rule(settings: Mapping[str, Any]) -> Rule:
     """The rule of these settings: `name`, and fields of the rule."""
+    _check_mapping(settings, "rule", f"name={RULE}")
     given = dict(settings)
     name = given.pop("name", None)
     if name not in RULES:
@@ -93,3 +83,12 @@ def make_rule(settings: Mapping[str, Any]) -> Rule:
     except (TypeError, ValueError) as error:
         known = ", ".join(one.name for one in fields(RULES[name])) or "none"
         raise SettingsError(f"policy_loss.rule is {dict(settings)}: {error} (fields of {name}: {known})") from error
+
+
+def _check_mapping(value: Any, name: str, example: str) -> None:
+    if not isinstance(value, Mapping):
+        raise SettingsError(f"policy_loss.{name} is {value!r}: set its fields, as policy_loss.{name}.{example}")
+
+
+def _is_cap(value: Any) -> bool:
+    return value is None or (type(value) in (int, float) and value > 0)

@@ -6,55 +6,55 @@ no build for CPUs, and this was not run against a real one.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextvars import ContextVar
+import os
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
+import numpy as np
 import ray  # pyright: ignore[reportMissingImports]
 from verl.workers.rollout.sglang_rollout.async_sglang_server import (  # pyright: ignore[reportMissingImports]
     SGLangHttpServer,
     SGLangReplica,
 )
 
-from predmask.plugins.verl.payload import Request, asked, from_sglang, report
+from predmask.plugins.verl.payload import from_sglang
+from predmask.plugins.verl.servers import TopKRequests, Watched, watched
+from predmask.rollout import RolloutError
 
-_REQUEST: ContextVar[Request | None] = ContextVar("predmask_sglang_request", default=None)
-"""Each request runs in an asyncio task, and so in a context, of its own."""
+_ORIGINAL = "SGLANG_RETURN_ORIGINAL_LOGPROB"
+"""Where it is true, SGLang reports log-probs of its logits before the temperature divides them."""
+_TRUE = ("1", "true", "yes", "y")
+"""What SGLang reads as true."""
 
 
-class TopKServer(SGLangHttpServer):
-    """verl's server; where `sampling_params["logprobs"]` is an int K above 0, it returns the top-K, too.
+class _Manager(Watched):
+    """SGLang's tokenizer manager: asked for more, and what it answers kept."""
 
-    `TokenOutput.extra_fields` then has `payload.TOP_K`, or `payload.PROBLEM`. `log_probs` stay those of the sampled
-    tokens, and any other request is served as verl serves it.
-    """
+    async def generate_request(self, generate_request: Any, http_request: Any) -> AsyncIterator[Any]:
+        if self._request.problem is None:
+            with self._request.noting():
+                generate_request.top_logprobs_num = self._request.count
+        async for answer in self._engine.generate_request(generate_request, http_request):
+            with self._request.noting():
+                self._request.records = answer["meta_info"]
+            yield answer
 
-    @property
-    def tokenizer_manager(self) -> Any:
-        """SGLang's manager; within a request for a top-K, with its `generate_request` watched."""
-        request = _REQUEST.get()
-        return self._manager if request is None else _Watched(self._manager, request)
 
-    @tokenizer_manager.setter
-    def tokenizer_manager(self, manager: Any) -> None:
-        self._manager = manager
+class TopKServer(TopKRequests, SGLangHttpServer):
+    """verl's server, with the top-K of requests that ask for one."""
 
-    async def generate(
-        self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **arguments: Any
-    ) -> Any:
-        """As verl's, with a top-K where one is asked for."""
-        count = asked(sampling_params)
-        if not count:
-            return await super().generate(prompt_ids, sampling_params, request_id, **arguments)
-        sampling_params = {**sampling_params, "logprobs": True}
-        request = Request(count)
-        token = _REQUEST.set(request)
-        try:
-            output = await super().generate(prompt_ids, sampling_params, request_id, **arguments)
-        finally:
-            _REQUEST.reset(token)
-        report(output, lambda: from_sglang(output.token_ids, request.answer["meta_info"], count), count)
-        return output
+    tokenizer_manager = watched(_Manager)
+
+    def _check_request(self, count: int, sampling_params: Mapping[str, Any]) -> None:
+        value, temperature = os.environ.get(_ORIGINAL, ""), sampling_params.get("temperature", 1.0)
+        if value.lower() in _TRUE and temperature != 1.0:
+            raise RolloutError(
+                f"{_ORIGINAL}={value} has SGLang report log-probs before the temperature, and tokens are sampled at "
+                f"{temperature}; unset it where the servers run, or set actor_rollout_ref.rollout.temperature=1"
+            )
+
+    def _read(self, tokens: Any, records: Any, count: int) -> dict[str, np.ndarray]:
+        return from_sglang(tokens, records, count)
 
 
 class TopKReplica(SGLangReplica):
@@ -63,20 +63,3 @@ class TopKReplica(SGLangReplica):
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
         self.server_class = ray.remote(TopKServer)
-
-
-class _Watched:
-    """SGLang's tokenizer manager as one request sees it: asked for more, and its last answer kept."""
-
-    def __init__(self, manager: Any, request: Request) -> None:
-        self._manager = manager
-        self._request = request
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._manager, name)
-
-    async def generate_request(self, generate_request: Any, http_request: Any) -> AsyncIterator[Any]:
-        generate_request.top_logprobs_num = self._request.count
-        async for answer in self._manager.generate_request(generate_request, http_request):
-            self._request.answer = answer
-            yield answer

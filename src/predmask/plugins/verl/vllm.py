@@ -2,64 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
-from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import ray  # pyright: ignore[reportMissingImports]
 from verl.workers.rollout.vllm_rollout.vllm_async_server import (  # pyright: ignore[reportMissingImports]
     vLLMHttpServer,
     vLLMReplica,
 )
 
-from predmask.plugins.verl.payload import PROBLEM, Request, asked, from_vllm, report
+from predmask.plugins.verl.payload import from_vllm
+from predmask.plugins.verl.servers import TopKRequests, Watched, watched
+from predmask.rollout import RolloutError
 
-_REQUEST: ContextVar[Request | None] = ContextVar("predmask_vllm_request", default=None)
-"""Each request runs in an asyncio task, and so in a context, of its own."""
+
+class _Engine(Watched):
+    """vLLM's `AsyncLLM`: asked for more, and what it answers kept."""
+
+    async def generate(self, *, sampling_params: Any, **arguments: Any) -> AsyncIterator[Any]:
+        with self._request.noting():
+            self._ask(sampling_params)
+        async with aclosing(self._engine.generate(sampling_params=sampling_params, **arguments)) as answers:
+            async for answer in answers:
+                with self._request.noting():
+                    self._keep(answer)
+                yield answer
+
+    def _ask(self, sampling_params: Any) -> None:
+        if self._request.problem is not None:
+            return
+        sampling_params.logprobs = self._request.count
+        # A version without it answers with mappings, which are read as well, but more slowly.
+        if hasattr(sampling_params, "flat_logprobs"):
+            sampling_params.flat_logprobs = True
+        # verl reads ids; vLLM would turn each of the K ids into text, at every token.
+        sampling_params.detokenize = bool(sampling_params.stop)
+
+    def _keep(self, answer: Any) -> None:
+        if self._request.problem is not None or not answer.outputs:
+            return
+        completion = answer.outputs[0]
+        self._request.records = completion.logprobs
+        if answer.finished and hasattr(completion.logprobs, "start_indices"):
+            # verl reads the sampled tokens' alone, and would have an object built for each of the others.
+            completion.logprobs = _sampled_alone(completion.token_ids, completion.logprobs)
 
 
-class TopKServer(vLLMHttpServer):
-    """verl's server; where `sampling_params["logprobs"]` is an int K above 0, it returns the top-K, too.
+class TopKServer(TopKRequests, vLLMHttpServer):
+    """verl's server, with the top-K of requests that ask for one."""
 
-    `TokenOutput.extra_fields` then has `payload.TOP_K`, or `payload.PROBLEM`. `log_probs` stay those of the sampled
-    tokens, and any other request is served as verl serves it.
-    """
+    engine = watched(_Engine)
 
-    @property
-    def engine(self) -> Any:
-        """vLLM's `AsyncLLM`; within a request for a top-K, with its `generate` watched."""
-        request = _REQUEST.get()
-        return self._engine if request is None else _Watched(self._engine, request)
-
-    @engine.setter
-    def engine(self, engine: Any) -> None:
-        self._engine = engine
-
-    async def generate(
-        self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **arguments: Any
-    ) -> Any:
-        """As verl's, with a top-K where one is asked for."""
-        count = asked(sampling_params)
-        if not count:
-            return await super().generate(prompt_ids, sampling_params, request_id, **arguments)
-        sampling_params = {**sampling_params, "logprobs": True}
-        cap = _cap(self._engine.model_config)
+    def _check_request(self, count: int, sampling_params: Mapping[str, Any]) -> None:
+        cap = _cap(self.engine.model_config)
         if count > cap:
-            output = await super().generate(prompt_ids, sampling_params, request_id, **arguments)
-            output.extra_fields[PROBLEM] = (
+            raise RolloutError(
                 f"policy_loss.top_k asks for {count} log-probs at each position, and vLLM's cap is max_logprobs={cap}; "
-                f"set +actor_rollout_ref.rollout.engine_kwargs.vllm.max_logprobs={count}, or a lower top_k"
+                f"set ++actor_rollout_ref.rollout.engine_kwargs.vllm.max_logprobs={count}, or a lower top_k"
             )
-            return output
-        request = Request(count)
-        token = _REQUEST.set(request)
-        try:
-            output = await super().generate(prompt_ids, sampling_params, request_id, **arguments)
-        finally:
-            _REQUEST.reset(token)
-        report(output, lambda: from_vllm(output.token_ids, request.answer.outputs[0].logprobs, count), count)
-        return output
+
+    def _read(self, tokens: Any, records: Any, count: int) -> dict[str, np.ndarray]:
+        return from_vllm(tokens, records, count)
 
 
 class TopKReplica(vLLMReplica):
@@ -70,25 +75,17 @@ class TopKReplica(vLLMReplica):
         self.server_class = ray.remote(TopKServer)
 
 
-class _Watched:
-    """vLLM's engine as one request sees it: asked for more, and its last answer kept."""
+class _Sampled(NamedTuple):
+    """What verl reads of vLLM's `Logprob`."""
 
-    def __init__(self, engine: Any, request: Request) -> None:
-        self._engine = engine
-        self._request = request
+    logprob: float
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
 
-    async def generate(self, *, sampling_params: Any, **arguments: Any) -> AsyncIterator[Any]:
-        sampling_params.logprobs = self._request.count
-        sampling_params.flat_logprobs = True
-        # verl reads ids; vLLM would turn each of the K ids into text, at every token.
-        sampling_params.detokenize = bool(sampling_params.stop)
-        async with aclosing(self._engine.generate(sampling_params=sampling_params, **arguments)) as answers:
-            async for answer in answers:
-                self._request.answer = answer
-                yield answer
+def _sampled_alone(tokens: Sequence[int], records: Any) -> list[dict[int, _Sampled]]:
+    """The first entry at each position, which is the sampled token's; that it is is checked where the top-K is read."""
+    return [
+        {token: _Sampled(records.logprobs[start])} for token, start in zip(tokens, records.start_indices, strict=False)
+    ]
 
 
 def _cap(model_config: Any) -> int:
