@@ -80,7 +80,7 @@ def _read(words: Sequence[str]) -> Any:
         return OmegaConf.load(words[0])
     given = _arguments(words)
     name = (given["config_name"] or "ppo_trainer").removesuffix(".yaml")
-    directory = Path(verl.__file__).parent / "trainer" / (given["config_path"] or "config")
+    directory = Path(str(verl.__file__)).parent / "trainer" / (given["config_path"] or "config")
     with initialize_config_dir(str(directory.resolve()), version_base=None):
         return compose(name, overrides=given["overrides"])
 
