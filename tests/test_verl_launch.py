@@ -151,7 +151,9 @@ def test_the_command_prints_one_line(capsys, tmp_path):
 )
 def test_mistakes_name_the_remedy(capsys, options, said):
     assert main(["verl", "args", *options]) == 2
-    assert said in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert said in printed.err
+    assert printed.out.split() == ["+predmask=args_failed"]  # at which Hydra stops the launch command
 
 
 # --- with verl -----------------------------------------------------------------------------------------------

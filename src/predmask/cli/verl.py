@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from predmask.cli.numbers import above_zero, natural, positive
 from predmask.plugins.verl import RATIO_CAP, TOP_K
@@ -24,6 +24,8 @@ examples:
 
 Overrides that come after it on the command line win over it. docs/verl.md has the rest.
 """
+_FAILED = "+predmask=args_failed"
+"""Printed where there are no overrides: Hydra stops at it, and verl does not train without a mask."""
 _DOCTOR_USAGE = "%(prog)s [CONFIG.yaml | -- OVERRIDE ...]"
 _DOCTOR_HELP = """\
 examples:
@@ -98,6 +100,7 @@ def _add_args(what: Any) -> None:
         "--traces.max-mb", type=above_zero, metavar="MB", dest="max_mb", help="size of the whole (default: 2000)"
     )
     parser.set_defaults(rest=(), what=_args)
+    parser.error = _stopping(parser.error)
 
 
 def _add_doctor(what: Any) -> None:
@@ -127,10 +130,21 @@ def _args(args: argparse.Namespace) -> int:
     traces = {name: value for name in names if (value := getattr(args, name)) is not None}
     try:
         words = launch_args(_rule(args.rest), top_k=args.top_k, ratio_cap=args.ratio_cap, traces=traces)
-    except LaunchError as error:
+    except (LaunchError, ConfigError) as error:
+        print(_FAILED)
         raise ConfigError(str(error)) from error
     print(" ".join(words))
     return 0
+
+
+def _stopping(error: Callable[[str], NoReturn]) -> Callable[[str], NoReturn]:
+    """As the parser's `error`, and with a word for the launch command that this was called in."""
+
+    def stopping(message: str) -> NoReturn:
+        print(_FAILED)
+        error(message)
+
+    return stopping
 
 
 def _rule(arguments: Sequence[str]) -> Rule:

@@ -24,7 +24,7 @@ class TraceSettings:
     """Which tokens are recorded for `predmask report`, and where."""
 
     directory: str | None = None
-    """A new or empty directory; None records nothing."""
+    """Where to; of one that is not empty, a folder of its own in it. None records nothing."""
     every: int = 1
     """Record every so many steps."""
     responses: int = 64

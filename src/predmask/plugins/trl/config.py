@@ -31,7 +31,11 @@ class PredmaskGRPOConfig(GRPOConfig):
         default=5.0, metadata={"help": "C, the cap of the detached importance weight; None for no cap."}
     )
     traces: str | None = field(
-        default=None, metadata={"help": "A new or empty directory; tokens are recorded there for `predmask report`."}
+        default=None,
+        metadata={
+            "help": "A directory; tokens are recorded there for `predmask report`, where it is not empty in a folder of "
+            "its own."
+        },
     )
     traces_every: int = field(default=1, metadata={"help": "Record every so many generations."})
     traces_responses: int = field(

@@ -13,6 +13,7 @@ from predmask.plugins.verl.installation import Finding, engine, imported, packag
 _TARGET = "predmask.plugins.verl.settings.PolicyLossConfig"
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 """Files of models that read more than text."""
+_MAIN = "verl.trainer.main_ppo"
 _READ = ("overrides", "config_name", "config_path", "run")
 """Of Hydra's own arguments."""
 _COMPOSED = "add --cfg job to the launch command, write what it prints into a file, and give the doctor that file"
@@ -92,9 +93,12 @@ def _arguments(words: Sequence[str]) -> dict[str, Any]:
     def refuse(*said: Any) -> None:
         raise ValueError(f"Hydra: {' '.join(map(str, said)) or 'nothing would be started'}")
 
+    words = list(words)
+    if _MAIN in words:  # a whole command, as the recipes print it
+        words = words[words.index(_MAIN) + 1 :]
     parser = get_args_parser()
     parser.error = parser.exit = refuse
-    given = vars(parser.parse_args(list(words)))
+    given = vars(parser.parse_args(words))
     for name, value in given.items():
         if value and name not in _READ:
             raise ValueError(f"--{name.replace('_', '-')} is not read here; {_COMPOSED}")
