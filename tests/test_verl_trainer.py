@@ -57,6 +57,7 @@ class Trained(NamedTuple):
 def trained(directory, *overrides, **more):
     arguments = launch_args(RULE, ratio_cap=RATIO_CAP, traces={"directory": directory / "traces", "responses": 0})
     run = train(directory, *arguments, *SETTINGS, *overrides, **more)
+    assert run.status is not None, f"it was interrupted, after:\n{run.output[-4000:]}"
     assert run.status == 0, run.output[-8000:]
     trace = Trace(directory / "traces")
     return Trained(run, trace, [TokenTrace.cat(list(trace.tokens([step]))) for step in trace.steps], [])

@@ -34,7 +34,7 @@ class Run:
     """Commands of the processes that had to be ended after it."""
 
 
-def train(directory, *overrides, vllm=False, workers=2, seconds=280):
+def train(directory, *overrides, vllm=False, workers=2, seconds=500):
     """A run in an empty directory, interrupted after so many seconds; transformers sample, or vLLM."""
     write_model(directory / "model")
     write_questions(directory / "train.parquet", "train", 512)

@@ -33,8 +33,8 @@ class PredmaskGRPOConfig(GRPOConfig):
     traces: str | None = field(
         default=None,
         metadata={
-            "help": "A directory; tokens are recorded there for `predmask report`, where it is not empty in a folder of "
-            "its own."
+            "help": "A directory; tokens are recorded there for `predmask report`, where it is not empty in a folder "
+            "of its own."
         },
     )
     traces_every: int = field(default=1, metadata={"help": "Record every so many generations."})
