@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -131,6 +132,8 @@ class GatheredTrace:
                 directory = directory / f"from-{step:06d}"
                 _LOG.warning("predmask: the directory is not empty; this trace goes to %s", directory)
             self._writer = TraceWriter(directory, info, every=settings.every, max_bytes=settings.max_mb * 1e6)
+            # Its thread ends with this object.
+            weakref.finalize(self, self._writer.close)
             self._writer.write_vocabulary(token_texts(tokenizer, len(tokenizer)))
         except OSError as error:
             _LOG.warning("predmask: there will be no trace: %s", error)
