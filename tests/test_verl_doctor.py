@@ -82,14 +82,16 @@ def test_the_doctor_says_what_it_cannot_follow(flags):
 def test_the_doctor_compares_the_configuration_with_what_is_installed(monkeypatch):
     words = launch_args(Predictive())
     assert "engine megatron" not in examined(*RUNNABLE, *words)
+    there = find_spec
+    monkeypatch.setattr(installation, "find_spec", lambda name: None if "megatron" in name else there(name))
     found = examined(*RUNNABLE, *words, "model_engine=megatron", "actor_rollout_ref.rollout.name=sglang")
     [_, finding] = found["rollout server"]
     assert (finding.state, finding.remedy) == ("problem", "pip install 'verl[sglang]', or name another")
     [finding] = found["engine megatron"]
     assert (finding.state, "megatron.core is not installed" in finding.text) == ("problem", True)
     # With Megatron, and no engine of the plug-in.
-    there = find_spec
     monkeypatch.setattr(installation, "find_spec", lambda name: True if "megatron" in name else there(name))
+    monkeypatch.setattr(installation, "_takes_mask", lambda strategy: strategy != "megatron")
     for device, state in (("cpu", "note"), ("cuda", "problem"), ("npu", "problem")):
         monkeypatch.setattr("verl.utils.device.get_device_name", lambda device=device: device)
         [finding] = examined(*RUNNABLE, *words, "model_engine=megatron")["engine megatron"]
