@@ -14,6 +14,8 @@ from predmask.core import PPOClip, Predictive
 from predmask.plugins.verl import installation
 from predmask.plugins.verl.launch import launch_args
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*Apex.* not installed")  # Megatron says so where it is imported
+
 HERE = Path(__file__).parent
 verl_is_here = find_spec("verl") is not None
 needs_verl = pytest.mark.skipif(not verl_is_here, reason="verl is not installed")
