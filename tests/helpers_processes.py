@@ -1,4 +1,4 @@
-"""Which processes a test has left."""
+"""Which processes a test has left, and waiting for those that it starts."""
 
 import contextlib
 import os
@@ -28,3 +28,16 @@ def comes_true(condition, patience=15):
             return False
         time.sleep(0.05)
     return True
+
+
+def wait_for(running, seconds):
+    """Wait for what `torch.multiprocessing.spawn(..., join=False)` started; no process is left behind."""
+    deadline = time.monotonic() + seconds
+    try:
+        while not running.join(timeout=1):
+            assert time.monotonic() < deadline, "the processes did not end"
+    finally:
+        for process in running.processes:
+            if process.is_alive():
+                process.kill()
+            process.join()

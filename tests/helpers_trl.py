@@ -6,7 +6,6 @@ import copy
 import functools
 import os
 import socket
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+from helpers_processes import wait_for
 from predmask.core import BehaviourSupport, MaskDecision, NoMask, PolicySupport, Rule, mask_metrics
 from predmask.plugins.trl import PredmaskGRPOConfig, PredmaskGRPOTrainer
 from predmask.traces import TokenTrace, Trace
@@ -383,15 +383,7 @@ def run_processes(work: Callable[..., None], *arguments: Any, count: int, second
         patch.setenv("WORLD_SIZE", str(count))
         free.close()
         running: Any = mp.spawn(work, arguments, nprocs=count, join=False)
-    deadline = time.monotonic() + seconds
-    try:
-        while not running.join(timeout=1):
-            assert time.monotonic() < deadline, "the processes did not end"
-    finally:
-        for process in running.processes:
-            if process.is_alive():
-                process.kill()
-            process.join()
+    wait_for(running, seconds)
 
 
 def join(rank: int) -> None:

@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import functools
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from helpers_processes import wait_for
 from predmask.core import RULES, BehaviourSupport, MaskDecision, PolicySupport, Rule, mask_metrics
 from predmask.traces import TokenTrace, Trace
 from verl_on_cpu.data import write_model
@@ -354,12 +354,4 @@ def run_processes(work: Callable[..., None], *arguments: Any, count: int, second
     """Run `work(rank, *arguments)` in new processes; none is left behind."""
     with verl_on_cpu():
         running: Any = mp.spawn(work, arguments, nprocs=count, join=False)
-    deadline = time.monotonic() + seconds
-    try:
-        while not running.join(timeout=1):
-            assert time.monotonic() < deadline, "the processes did not end"
-    finally:
-        for process in running.processes:
-            if process.is_alive():
-                process.kill()
-            process.join()
+    wait_for(running, seconds)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from itertools import pairwise
@@ -34,6 +33,7 @@ from helpers_ops import (
     small_chunks,
     statistics,
 )
+from helpers_processes import wait_for
 from predmask import NoMask, PolicySupport, Predictive, Reason, Rule
 from predmask.core.support import first_occurrence
 from predmask.ops import Shard, logits_statistics, sweep
@@ -205,15 +205,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What each process found in each case; no process is left behind."""
     found = tmp_path_factory.mktemp("found")
     running: Any = mp.spawn(work, (str(found),), nprocs=WORLD, join=False)
-    deadline = time.monotonic() + SECONDS
-    try:
-        while not running.join(timeout=1):
-            assert time.monotonic() < deadline, "the processes did not end"
-    finally:
-        for process in running.processes:
-            if process.is_alive():
-                process.kill()
-            process.join()
+    wait_for(running, SECONDS)
     return found
 
 
